@@ -1,0 +1,304 @@
+// The contract between the torch bindings (ops*.cpp) and the kernels (cpu/, cuda/).
+//
+// Neither torch nor CUDA headers may be included here: that is what lets a kernel compile in
+// seconds, a CPU-only machine build the library, and a plain C++ program call a kernel.
+//
+// Every op is one Params struct plus one launcher per backend, all with the same signature. A
+// launcher validates nothing (ops*.cpp have done so), allocates nothing and never synchronizes.
+//
+// Shape letters: B sequences, T rows of a call, N tree nodes a sequence, S committed context,
+// J draft depth, M candidates a depth, L layers, D hidden, H heads, C latent, R rope part, P nope
+// part, V value head, E experts, K experts a token, F expert hidden, W vocabulary, I and O in and
+// out features of a product. T = B * N wherever a call has both.
+//
+// Row invariance: a row's result has the same bits whatever T, B, N and its neighbours are.
+#pragma once
+
+#include <cstdint>
+
+struct CUstream_st;  // the pointee of cudaStream_t
+
+namespace kdtree {
+
+using Stream = CUstream_st*;  // cudaStream_t on CUDA, ignored on CPU
+
+enum class DType : uint8_t { f32, bf16 };
+
+inline constexpr int kPage = 64;       // tokens of a cache page
+inline constexpr int kGroup = 32;      // input features that share an INT4 scale
+inline constexpr int kInt4Tile = 32;   // an INT4 tile is 32 outputs x 32 inputs: see Int4PackParams
+inline constexpr int kTail = 16;       // last positions that attention reduces one by one
+inline constexpr int kMaxNodes = 64;   // tree nodes a sequence: an ancestor set is one 64-bit word
+inline constexpr int kMaxDepth = 15;   // draft depth: a row's ancestors lie in its last kTail keys
+
+// y[t, :] = x[t, :] / sqrt(mean(x[t, :]^2) + eps) * w
+struct RmsNormParams {
+  const void* x;     // [T, D], rows x_stride elements apart
+  const void* w;     // [D]
+  void* y;           // [T, D], contiguous
+  int64_t x_stride;  // elements
+  int T, D;
+  float eps;
+  DType dtype;  // of x, w and y
+};
+
+// sum = x + residual, rounded to dtype; y = rms_norm(sum, w)
+struct AddRmsNormParams {
+  const void* x;         // [T, D], contiguous
+  const void* residual;  // [T, D], contiguous
+  const void* w;         // [D]
+  void* y;               // [T, D], contiguous
+  void* sum;             // [T, D], contiguous
+  int T, D;
+  float eps;
+  DType dtype;  // of all five
+};
+
+// y[t, g, o] = sum_i x[t, g, i] * w[g, o, i], accumulated in float32
+struct LinearParams {
+  const void* x;  // [T, G, I], features contiguous
+  const void* w;  // [G, O, I], contiguous
+  void* y;        // [T, G, O], contiguous
+  int64_t x_row, x_group;  // strides of x, elements
+  int T, G, O, I;
+  DType x_dtype, w_dtype, y_dtype;  // w: of x or f32; y: of x or f32
+};
+
+// y[t, f] = silu(x[t, f]) * x[t, F + f]
+struct SwigluParams {
+  const void* x;  // [T, 2F], contiguous
+  void* y;        // [T, F], contiguous
+  int T, F;
+  DType dtype;
+};
+
+// Repacks compressed-tensors INT4 codes (low nibble first, code = value + 8) into tiles of 32
+// outputs x 32 inputs, 512 bytes each, that feed mma.m16n8k16 A fragments by 16-byte loads:
+//
+//   tile (o / 32, i / 32), lane = 4 * g + t (g < 8, t < 4), word = 2 * m + k (m, k < 2),
+//   nibble n of that word: half = n / 4, pair = n % 4; pair bit 0 picks row + 8, bit 1 picks
+//   column + 8; half picks the odd column:
+//     output = 16 * m + g + 8 * (pair & 1),  input = 16 * k + 2 * t + 8 * (pair >> 1) + half
+//
+// so that (word >> 4 * pair) & 0x000f000f holds one A register's two values. Word `word` of lane
+// `lane` is packed[tile][4 * lane + word]. Codes are stored as they are (value + 8).
+struct Int4PackParams {
+  const int32_t* codes;  // [E, O, I / 8]
+  const void* scale;     // [E, O, I / 32]
+  int32_t* packed;       // [E, O / 32, I / 32, 128]
+  void* packed_scale;    // [E, O / 32, I / 32, 32]: the 32 outputs' scales of a tile
+  int E, O, I;           // O and I multiples of 32
+  DType dtype;           // of both scales
+};
+
+// y[t, o] = sum_i x[t, i] * (code[o, i] - 8) * scale[o, i / 32]
+struct Int4LinearParams {
+  const void* x;         // [T, I], rows x_stride elements apart
+  const int32_t* w;      // [O / 32, I / 32, 128]
+  const void* scale;     // [O / 32, I / 32, 32]
+  void* y;               // [T, O], contiguous
+  int64_t x_stride;      // elements
+  int T, O, I;
+  DType dtype;  // of x, scale and y
+};
+
+enum class Scoring : uint8_t { sigmoid, softmax };
+
+// s = scoring(logits[t]); c = s + bias. Experts stand in `groups` equal runs; a group scores the sum
+// of its two best c where group_sum2 (noaux_tc), else its best c; the kept_groups best groups stay.
+// ids[t] = the K best c of those, best first, ties to the lower id; weights[t] = s[ids], divided by
+// (their sum + 1e-20) where normalize, times scale. A padded row gets ids -1 and weights 0.
+struct MoeRouteParams {
+  const float* logits;      // [T, E]
+  const float* bias;        // [E], may be null
+  const int32_t* position;  // [T], may be null; negative marks a padded row
+  int32_t* ids;             // [T, K]
+  float* weights;           // [T, K]
+  int T, E, K, groups, kept_groups;
+  float scale;
+  Scoring scoring;
+  bool group_sum2, normalize;
+};
+
+// h[t, k] = silu(gate[ids[t, k]] x[t]) * (up[ids[t, k]] x[t]), rounded to dtype
+// y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]; ids < 0 skip
+struct MoeExpertsParams {
+  const void* x;              // [T, D], rows x_stride elements apart
+  const int32_t* ids;         // [T, K], each negative or < E; duplicates are legal
+  const float* weights;       // [T, K]
+  const void* gate_up;        // [E, 2F, D], gate first; packed [E, 2F/32, D/32, 128] where INT4
+  const void* gate_up_scale;  // [E, 2F/32, D/32, 32] where INT4, else null
+  const void* down;           // [E, D, F]; packed [E, D/32, F/32, 128] where INT4
+  const void* down_scale;     // [E, D/32, F/32, 32] where INT4, else null
+  const void* shared;         // [T, D], contiguous, may be null
+  void* hidden;               // [T, K, F], workspace
+  float* partial;             // [T, K, D], workspace
+  void* y;                    // [T, D], contiguous
+  int64_t x_stride;           // elements
+  int T, D, F, E, K;
+  DType dtype;  // of x, shared, y, and of the weights or the scales
+};
+
+// q[t, h] = (nope | rope): out[t, h, :C] = w_uk[h] nope, out[t, h, C:] = rotate(rope, position[t])
+struct MlaQueryParams {
+  const void* q;            // [T, H, P + R], rows q_stride elements apart
+  const void* w_uk;         // [H, C, P]
+  const float* rope;        // [positions, R]: R/2 cosines, then R/2 sines
+  const int32_t* position;  // [T]; negative marks a padded row, which is set to zero
+  void* out;                // [T, H, C + R], contiguous
+  int64_t q_stride;         // elements
+  int T, H, P, C, R;
+  bool interleaved;  // rotate pairs (2i, 2i + 1) in place, else (i, i + R/2)
+  DType dtype;       // of q, w_uk and out
+};
+
+// kv[t] = (latent | rope): cache[slot[t]] = (rms_norm(latent, w) | rotate(rope, position[t]))
+struct MlaAppendParams {
+  void* cache;              // [slots, C + R]
+  const void* kv;           // [T, C + R], rows kv_stride elements apart
+  const void* w;            // [C]
+  const float* rope;        // [positions, R], as in MlaQueryParams
+  const int32_t* position;  // [T]
+  const int32_t* slot;      // [T], distinct; negative marks a padded row, which is skipped
+  int64_t kv_stride;        // elements
+  int T, C, R;
+  float eps;
+  bool interleaved;
+  DType dtype;  // of cache, kv and w
+};
+
+// Verify attention over the latent cache. Row (b, n) stands at position
+// p = context[b] + popcount(ancestors[b, n]) - 1 and attends to positions 0 .. p; position j < context
+// is at token slot j of the sequence, position j >= context at slot context + m where m is the
+// (j - context)-th set bit of ancestors[b, n]. With ancestors null the rows are a chain: p = context
+// + n and every position is its slot. ancestors[b, n] = 0 marks a padded row, whose output is zero.
+//
+//   out[b, n, h] = softmax_j(scale * q[b, n, h] . cache[j]) . cache[j][:C]
+//
+// Order of the sums, by absolute position alone: positions <= p - kTail in splits and tiles with
+// fixed absolute edges; the last kTail positions one by one; merged split by split, the tail last.
+struct MlaAttentionParams {
+  const void* q;               // [B, N, H, C + R], contiguous
+  const void* cache;           // [pages, kPage, C + R]
+  const int32_t* block_table;  // [B, max_pages]: page of the sequence's tokens 64 i .. 64 i + 63
+  const int32_t* context;      // [B]
+  const int64_t* ancestors;    // [B, N], bit m set for node m an ancestor or self; may be null
+  void* out;                   // [B, N, H, C], contiguous
+  void* workspace;             // see mla_attention_workspace in ops_attention.cpp
+  int B, N, H, C, R, max_pages;
+  float scale;
+  DType dtype;  // of q, cache and out
+};
+
+// Row token slot context[b] + path[b, i] moves to slot context[b] + i, for i < length[b], all layers.
+struct KvCompactParams {
+  void* cache;                 // [L, pages, kPage, Z]
+  const int32_t* block_table;  // [B, max_pages]
+  const int32_t* context;      // [B]
+  const int32_t* path;         // [B, J], ascending, path[b, i] >= i
+  const int32_t* length;       // [B], <= J
+  int64_t pages;
+  int L, B, J, Z, max_pages;
+  int element_size;  // bytes
+};
+
+// The k best of each row, best first, ties to the lower id: logprob = logit - logsumexp(row)
+struct TopLogprobsParams {
+  const float* logits;  // [T, W]
+  float* logprob;       // [T, k]
+  int64_t* id;          // [T, k]
+  int T, W, k;
+};
+
+// The best-first tree. score(child) = score(parent) + min(s, 0) in float32, s the candidate's score;
+// a NaN or -inf candidate is never taken. Order: score descending, then depth, parent, candidate.
+// With chain_seed the chain of best children is inserted first. A missing node is padding: token 0,
+// parent -2, depth 0, ancestors 0, score -inf.
+struct TreeBuildParams {
+  const float* score;        // [B, J, M], or where edges [B, J, M, M]: [b, j, m, m'] scores m' at depth
+                             // j + 1 after m at depth j; at j = 0 only m = 0 is read
+  const int64_t* candidate;  // [B, J, M]: token of each candidate
+  const int64_t* root;       // [B]: token of node 0
+  int64_t* token;            // [B, N]
+  int32_t* parent;           // [B, N]; -1 at the root
+  int32_t* depth;            // [B, N]
+  int64_t* ancestors;        // [B, N]
+  float* node_score;         // [B, N]; 0 at the root
+  int B, N, J, M;
+  bool edges, chain_seed;
+};
+
+// Draws the token that follows each row: the contract's filters, then argmax of fl(logit /
+// temperature) + gumbel(seed, id, position + 1); at temperature 0 argmax of the logits.
+// logprob = logit[token] - logsumexp(row), of the raw logits. A row with a NaN, a +inf or nothing but
+// -inf is not finite: token -1, logprob 0. A padded row: token -1, logprob 0, finite.
+struct SampleParams {
+  const float* logits;       // [B, N, W]
+  const int32_t* position;   // [B, N]: of the row, not of the drawn token; negative marks padding
+  const int64_t* seed;       // [B]
+  const float* temperature;  // [B], >= 0
+  const int32_t* top_k;      // [B]; 0 keeps all
+  const float* top_p;        // [B], in (0, 1]
+  const float* min_p;        // [B], in [0, 1)
+  int64_t* token;            // [B, N]
+  float* logprob;            // [B, N]
+  bool* finite;              // [B, N]
+  void* workspace;           // see sample_workspace in ops_tree.cpp
+  int B, N, W;
+};
+
+// From the root: while a child of the current node carries the current node's target token, go there
+// (the earliest such child). path = the nodes walked, length = how many; tokens = their targets, what
+// the round emits. A node that is not finite ends the walk before it emits: failed. A sequence whose
+// root is padding has length 0.
+struct TreeAcceptParams {
+  const int64_t* token;   // [B, N]
+  const int32_t* parent;  // [B, N]
+  const int64_t* target;  // [B, N]
+  const bool* finite;     // [B, N]
+  int32_t* path;          // [B, J], -1 from length on
+  int32_t* length;        // [B]
+  int64_t* tokens;        // [B, J], -1 from length on
+  bool* failed;           // [B]
+  int B, N, J;            // J = min(N, kMaxDepth + 1)
+};
+
+namespace cpu {
+void rms_norm(const RmsNormParams&, Stream);
+void add_rms_norm(const AddRmsNormParams&, Stream);
+void linear(const LinearParams&, Stream);
+void swiglu(const SwigluParams&, Stream);
+void int4_pack(const Int4PackParams&, Stream);
+void int4_linear(const Int4LinearParams&, Stream);
+void moe_route(const MoeRouteParams&, Stream);
+void moe_experts(const MoeExpertsParams&, Stream);
+void mla_query(const MlaQueryParams&, Stream);
+void mla_append(const MlaAppendParams&, Stream);
+void mla_attention(const MlaAttentionParams&, Stream);
+void kv_compact(const KvCompactParams&, Stream);
+void top_logprobs(const TopLogprobsParams&, Stream);
+void tree_build(const TreeBuildParams&, Stream);
+void sample(const SampleParams&, Stream);
+void tree_accept(const TreeAcceptParams&, Stream);
+}  // namespace cpu
+
+namespace cuda {
+void rms_norm(const RmsNormParams&, Stream);
+void add_rms_norm(const AddRmsNormParams&, Stream);
+void linear(const LinearParams&, Stream);
+void swiglu(const SwigluParams&, Stream);
+void int4_pack(const Int4PackParams&, Stream);
+void int4_linear(const Int4LinearParams&, Stream);
+void moe_route(const MoeRouteParams&, Stream);
+void moe_experts(const MoeExpertsParams&, Stream);
+void mla_query(const MlaQueryParams&, Stream);
+void mla_append(const MlaAppendParams&, Stream);
+void mla_attention(const MlaAttentionParams&, Stream);
+void kv_compact(const KvCompactParams&, Stream);
+void top_logprobs(const TopLogprobsParams&, Stream);
+void tree_build(const TreeBuildParams&, Stream);
+void sample(const SampleParams&, Stream);
+void tree_accept(const TreeAcceptParams&, Stream);
+}  // namespace cuda
+
+}  // namespace kdtree

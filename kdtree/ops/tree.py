@@ -1,0 +1,100 @@
+"""Draft trees: candidates, the best-first tree, the target's draw at each node, the walk."""
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from kdtree.ops._library import ops
+
+
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of each row with their exact log-probabilities, ties to the lower id.
+
+    logits: [T, W] float32, contiguous; k: 1 .. min(W, 64)
+    returns log-probabilities [T, k] float32, best first, and ids [T, k] int64
+    """
+    return ops.top_logprobs(logits, k)
+
+
+@register_fake("kdtree::top_logprobs")
+def _(logits, k):
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+def tree_build(
+    score: Tensor, candidate: Tensor, root: Tensor, budget: int, chain_seed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The best-first draft tree of at most `budget` nodes beside the root, N = budget + 1.
+
+    score: [B, J, M] float32, log-probability of each candidate of a depth, J <= 15, M <= 64; or
+    [B, J, M, M], of candidate m' at a depth after candidate m of the depth before
+    candidate: [B, J, M] int64, tokens; root: [B] int64, the last committed token
+    chain_seed: insert the chain of best children first
+    returns token [B, N] int64, parent [B, N] int32, depth [B, N] int32, ancestors [B, N] int64 and
+    score [B, N] float32 (the path's log-probability); missing nodes have parent -2, ancestors 0
+    The order and the arithmetic are exact: every device gives the same tree, bit for bit.
+    """
+    return ops.tree_build(score, candidate, root, budget, chain_seed)
+
+
+@register_fake("kdtree::tree_build")
+def _(score, candidate, root, budget, chain_seed):
+    shape = (score.shape[0], budget + 1)
+    int32, int64 = torch.int32, torch.int64
+    dtypes = (int64, int32, int32, int64, torch.float32)
+    return tuple(score.new_empty(shape, dtype=dtype) for dtype in dtypes)
+
+
+def sample(
+    logits: Tensor,
+    position: Tensor,
+    seed: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws the token that follows each row: Gumbel-max, noise by seed and position alone.
+
+    logits: [B, N, W] float32, contiguous
+    position: [B, N] int32, of the row (the drawn token stands at position + 1); negative at padding
+    seed: [B] int64; temperature: [B] float32, 0 for argmax; top_k: [B] int32, 0 for all;
+    top_p: [B] float32 in (0, 1]; min_p: [B] float32 in [0, 1)
+    returns token [B, N] int64, log-probability of the raw logits [B, N] float32, and finite [B, N]
+    bool: False where the row holds a NaN, a +inf or nothing but -inf (its token is -1)
+    """
+    return ops.sample(logits, position, seed, temperature, top_k, top_p, min_p)
+
+
+@register_fake("kdtree::sample")
+def _(logits, position, seed, temperature, top_k, top_p, min_p):
+    shape = logits.shape[:2]
+    dtypes = (torch.int64, torch.float32, torch.bool)
+    return tuple(logits.new_empty(shape, dtype=dtype) for dtype in dtypes)
+
+
+def tree_accept(
+    token: Tensor, parent: Tensor, target: Tensor, finite: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Walks from the root while the target's own token is a child of the node.
+
+    token: [B, N] int64 and parent: [B, N] int32, the tree; target: [B, N] int64 and finite: [B, N]
+    bool, from sample
+    returns path [B, J] int32, node numbers, -1 from length on, J = min(N, 16); length [B] int32,
+    nodes committed and tokens emitted; tokens [B, J] int64, emitted, -1 from length on; failed [B]
+    bool: the walk met a node whose logits are not finite, and ended before it
+    """
+    return ops.tree_accept(token, parent, target, finite)
+
+
+@register_fake("kdtree::tree_accept")
+def _(token, parent, target, finite):
+    B, N = token.shape
+    J = min(N, 16)
+    return (
+        parent.new_empty((B, J)),
+        parent.new_empty((B,)),
+        token.new_empty((B, J)),
+        finite.new_empty((B,)),
+    )

@@ -1,0 +1,52 @@
+"""The dependency rules of the code, so that they hold without anyone remembering them."""
+
+import ast
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+
+# A module may import those left of it, never those right of it.
+LAYERS = "config ops tree cache layers models drafters verify engine".split()
+
+
+def imports(path: Path) -> set[str]:
+    """The kdtree submodules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{a.name}" for a in node.names}
+    return {name.split(".")[1] for name in found if name.startswith("kdtree.")}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kdtree").rglob("*.py")), ids=lambda p: p.stem)
+def test_imports_point_left(path):
+    layer = path.relative_to(ROOT / "kdtree").parts[0].removesuffix(".py")
+    if layer == "__init__":
+        return
+    seen = imports(path) - ({"_C"} if layer == "ops" else set())
+    assert seen <= set(LAYERS[: LAYERS.index(layer) + 1])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc").rglob("*.*")), ids=lambda p: p.name)
+def test_only_ops_include_torch(path):
+    if not path.name.startswith("ops"):
+        assert not re.search(r"#include <(torch|ATen|c10|Python)", path.read_text())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.stem)
+def test_kernel_compiles_without_spills(path, tmp_path):
+    """Needs nvcc but neither a GPU nor a CUDA build of torch."""
+    command = (
+        f"nvcc -std=c++20 -O3 --fmad=false -arch=sm_90a -Xptxas=-v -c {path} -o {tmp_path}/kernel.o"
+    )
+    report = subprocess.run(command.split(), capture_output=True, text=True, check=True).stderr
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
