@@ -10,9 +10,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+FOLDERS = ("csrc", "kdtree", "python", "tests", "benchmarks")
+SOURCES = [
+    p
+    for f in FOLDERS
+    for p in sorted((ROOT / f).rglob("*.*"))
+    if p.suffix in (".py", ".cu", ".cuh", ".cpp", ".h")
+]
 
 # A module may import those left of it, never those right of it.
-LAYERS = "config ops tree cache layers models drafters verify engine".split()
+LAYERS = """errors config sampling outputs ops text tree cache weights layers models verify state
+drafters request record phases options engine cli __main__""".split()
 
 
 def imports(path: Path) -> set[str]:
@@ -23,7 +31,8 @@ def imports(path: Path) -> set[str]:
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{a.name}" for a in node.names}
-    return {name.split(".")[1] for name in found if name.startswith("kdtree.")}
+    modules = {name.split(".")[1] for name in found if name.startswith("kdtree.")}
+    return {name for name in modules if name in LAYERS}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kdtree").rglob("*.py")), ids=lambda p: p.stem)
@@ -31,8 +40,32 @@ def test_imports_point_left(path):
     layer = path.relative_to(ROOT / "kdtree").parts[0].removesuffix(".py")
     if layer == "__init__":
         return
-    seen = imports(path) - ({"_C"} if layer == "ops" else set())
-    assert seen <= set(LAYERS[: LAYERS.index(layer) + 1])
+    assert imports(path) <= set(LAYERS[: LAYERS.index(layer) + 1])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kdtree").rglob("*.py")), ids=lambda p: p.stem)
+def test_only_ops_touches_the_library(path):
+    if path.parent.name != "ops":
+        assert not re.search(r"torch\.ops|_C\b", path.read_text())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_files_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 300
+
+
+def test_documents_name_files_that_exist():
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        names = re.findall(r"`([\w./-]+\.(?:py|md|cu|cuh|cpp|h|json))`", document.read_text())
+        links = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
+        missing = [n for n in names + links if "/" in n and not (ROOT / n).exists()]
+        assert not missing, f"{document.name} names {missing}"
+
+
+def test_no_launch_outside_launch():
+    """Nothing but launch() launches, so nothing can forget to check."""
+    for path in sorted((ROOT / "csrc").rglob("*.cu*")):
+        assert ("<<<" in path.read_text()) == (path.name == "common.cuh"), path.name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "csrc").rglob("*.*")), ids=lambda p: p.name)

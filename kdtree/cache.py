@@ -1,0 +1,87 @@
+"""The paged latent cache, and where a tree's nodes stand in it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kdtree import ops
+from kdtree.errors import CapacityError
+from kdtree.tree import MAX_NODES, Path, TokenTree
+
+PAGE = 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A tree placed in the cache: exactly what one forward needs.
+
+    token: [B, N] int64
+    position: [B, N] int32, context + depth; -1 at padding
+    slot: [B, N] int32, page * 64 + offset of each node's cache row; -1 at padding
+    ancestors: [B, N] int64, or None for a chain
+    block_table: [B, max_pages] int32; context: [B] int32
+    """
+
+    token: Tensor
+    position: Tensor
+    slot: Tensor
+    ancestors: Tensor | None
+    block_table: Tensor
+    context: Tensor
+
+
+class KvCache:
+    """Latents of all layers for B sequences of up to max_seq_len tokens, in pages of 64 tokens.
+
+    data: [L, pages, 64, C + R]; layer l's rows are data[l]
+    block_table: [B, max_pages] int32, a sequence's pages in order
+    context: [B] int32, committed tokens
+    Node n of a tree takes the token slot context + n, so N - 1 slots beyond max_seq_len exist.
+    """
+
+    def __init__(self, layers, width, sequences, max_seq_len, *, device, dtype):
+        pages = -(-(max_seq_len + MAX_NODES - 1) // PAGE)
+        shape = (layers, sequences * pages, PAGE, width)
+        try:
+            self.data = torch.zeros(shape, device=device, dtype=dtype)
+        except RuntimeError as error:
+            size = torch.Size(shape).numel() * dtype.itemsize / 2**30
+            raise CapacityError(
+                f"a cache of {sequences} x {max_seq_len} tokens takes {size:.2f} GiB, more than"
+                f" {device} has free"
+            ) from error
+        table = torch.arange(sequences * pages, dtype=torch.int32, device=device)
+        self.block_table = table.view(sequences, pages)
+        self.context = torch.zeros(sequences, dtype=torch.int32, device=device)
+
+    def sequence(self, b: int) -> "KvCache":
+        """A view of sequence b alone; what is written through it is written here."""
+        view = object.__new__(KvCache)
+        view.data = self.data
+        view.block_table = self.block_table[b : b + 1]
+        view.context = self.context[b : b + 1]
+        return view
+
+    def place(self, tree: TokenTree) -> Step:
+        """Positions and slots of a tree's nodes, after the committed context."""
+        node = torch.arange(tree.token.shape[1], dtype=torch.int32, device=tree.token.device)
+        position = self.context[:, None] + tree.depth
+        index = self.context[:, None] + node
+        last = self.block_table.shape[1] - 1  # a finished sequence may stand beyond it
+        page = self.block_table.gather(1, (index // PAGE).clamp(max=last).long())
+        slot = page * PAGE + index % PAGE
+        if tree.ancestors is not None:
+            padding = tree.ancestors == 0
+            position = position.masked_fill(padding, -1)
+            slot = slot.masked_fill(padding, -1)
+        return Step(tree.token, position, slot, tree.ancestors, self.block_table, self.context)
+
+    def commit(self, path: Path) -> None:
+        """Keeps the rows of the accepted paths, moved to their final slots."""
+        ops.kv_compact(self.data, self.block_table, self.context, path.node, path.length)
+        self.context += path.length
+
+    def extend(self, tokens: int) -> None:
+        """Keeps the rows of a chain that is known to be right: a chunk of the prompt."""
+        self.context += tokens

@@ -1,0 +1,26 @@
+"""Drafters: who proposes the tree that the target verifies.
+
+A drafter is a config, which a user names or fills in, and what it creates for one engine. The
+engine knows the protocol alone.
+"""
+
+from kdtree.drafters.base import Drafter, DrafterConfig, Setup
+from kdtree.drafters.ngram import NgramConfig
+from kdtree.drafters.none import NoneConfig
+from kdtree.drafters.oracle import OracleConfig
+
+DRAFTERS: dict[str, type[DrafterConfig]] = {
+    "none": NoneConfig,
+    "ngram": NgramConfig,
+    "oracle": OracleConfig,
+}
+
+__all__ = [
+    "DRAFTERS",
+    "Drafter",
+    "DrafterConfig",
+    "NgramConfig",
+    "NoneConfig",
+    "OracleConfig",
+    "Setup",
+]

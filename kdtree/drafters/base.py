@@ -1,0 +1,82 @@
+"""The drafters' protocol, and the tree that grows from what a drafter scored."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kdtree.state import State
+from kdtree.tree import Path, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine tells a drafter of itself.
+
+    budget: nodes beside the root, or None for the drafter's own choice
+    chain: grow a chain, no branches; chain_seed: insert the best chain first
+    """
+
+    budget: int | None
+    chain: bool
+    chain_seed: bool
+    vocab: int
+    sequences: int
+    max_seq_len: int
+    device: torch.device
+
+
+class Drafter(Protocol):
+    """taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees."""
+
+    taps: tuple[int, ...]
+    nodes: int
+
+    def start(self, b: int, request: int, prompt: list[int]) -> None:
+        """Sequence b begins anew with this prompt, of the call's completion number `request`."""
+
+    def prefill(self, b: int, taps: Tensor | None) -> None:
+        """A chunk of sequence b's prompt was committed. taps: [1, n, len(taps) * D] of its rows"""
+
+    def propose(self, state: State) -> TokenTree:
+        """A tree of N nodes for every sequence; padding where it is inactive."""
+
+    def commit(self, path: Path, taps: Tensor | None) -> None:
+        """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes"""
+
+
+class DrafterConfig(Protocol):
+    def create(self, setup: Setup) -> Drafter:
+        """Raises ValueError on a config that does not fit the setup."""
+
+
+class Stateless:
+    """What a drafter that keeps nothing between rounds shares."""
+
+    taps: tuple[int, ...] = ()
+
+    def start(self, b: int, request: int, prompt: list[int]) -> None:
+        pass
+
+    def prefill(self, b: int, taps: Tensor | None) -> None:
+        pass
+
+    def commit(self, path: Path, taps: Tensor | None) -> None:
+        pass
+
+
+def nodes_of(setup: Setup, default: int, depth: int) -> int:
+    """N of the trees: the root and the budget (or the default); of a chain, its depth at most."""
+    budget = default if setup.budget is None else setup.budget
+    return 1 + (min(budget, depth) if setup.chain else budget)
+
+
+def grow(state: State, score: Tensor, candidate: Tensor, nodes: int, setup: Setup) -> TokenTree:
+    """The tree of `nodes` nodes from a drafter's scores; score, candidate as in ops.tree_build.
+
+    A chain is the tree that its seed fills.
+    """
+    seed = setup.chain or setup.chain_seed
+    tree = TokenTree.build(score, candidate, state.root(), nodes - 1, seed)
+    return tree.masked(state.active)

@@ -1,0 +1,208 @@
+"""The engine: the round, who takes part in it, and when a sequence ends.
+
+Autoregressive decoding is a draft tree with one node; a prompt is a chain whose tokens are known.
+A round makes every decision on the device; the host reads one record of it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kdtree import ops, options
+from kdtree.cache import KvCache
+from kdtree.config import load as load_config
+from kdtree.drafters import Drafter, DrafterConfig, Setup
+from kdtree.errors import NumericsError
+from kdtree.models import load_model
+from kdtree.options import Prompt
+from kdtree.outputs import Chunk, Result
+from kdtree.phases import Phases
+from kdtree.record import Round
+from kdtree.request import Request
+from kdtree.sampling import SamplingParams
+from kdtree.state import State
+from kdtree.text import Tokenizer
+from kdtree.tree import MAX_DEPTH, TokenTree
+from kdtree.verify import verify
+
+PREFILL = 256  # rows of a prompt's chunk; chunks end at multiples of it
+
+
+class Engine:
+    """A model, a drafter, and room for max_batch sequences of max_seq_len tokens.
+
+    model: directory in Hugging Face layout; None for the small demo model that ships with this
+    drafter: "none", "ngram", or a drafter's config; budget: draft nodes a round, or "auto" for the
+        drafter's own choice; tree: "best-first" or "chain"; chain_seed: insert the best chain first
+    device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
+        float32 on a CPU), "float32" or "bfloat16"
+    max_seq_len: prompt and continuation together; None for the model's own length, 32768 at most
+    Raises ConfigError, CheckpointError, CapacityError, and ValueError on an option out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        drafter: str | DrafterConfig = "none",
+        budget: int | str = "auto",
+        tree: str = "best-first",
+        chain_seed: bool = False,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_seq_len: int | None = None,
+        max_batch: int = 1,
+    ):
+        directory = options.directory(model)
+        self.device = options.device(device)
+        self.dtype = options.dtype(dtype, self.device)
+        self.max_batch = options.batch(max_batch)
+        self.config = load_config(directory)
+        self.max_seq_len = options.context(max_seq_len, self.config)
+        setup = Setup(
+            budget=options.budget(budget),
+            chain=options.is_chain(tree),
+            chain_seed=chain_seed,
+            vocab=self.config.vocab,
+            sequences=self.max_batch,
+            max_seq_len=self.max_seq_len,
+            device=self.device,
+        )
+        self.drafter: Drafter = options.drafter(drafter).create(setup)
+        has_text = (directory / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer(directory) if has_text else None
+        where = {"device": self.device, "dtype": self.dtype}
+        self.model = load_model(directory, positions=self.max_seq_len + MAX_DEPTH + 1, **where)
+        width = self.config.mla.kv_lora_rank + self.config.mla.rope
+        self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
+        self.state = State(self.max_batch, self.max_seq_len, self.device)
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        trace: bool = False,
+    ) -> Result | list[Result]:
+        """Continues one prompt or several; one in, one out, a list in, a list out, in order.
+
+        prompts: text or token ids; params: for all, or one each; trace: keep every round's tree
+        Raises CapacityError on a prompt that leaves no room, NumericsError on non-finite logits,
+        ValueError and TypeError on prompts or params that make no sense.
+        """
+        prompts, params, single = options.prompts(prompts, params)
+        results, requests = self._requests(prompts, params, trace)
+        for _ in self._run(requests):
+            pass
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Continues one prompt, a chunk a round. params.n must be 1. Raises as generate."""
+        prompts, params, single = options.prompts(prompt, params)
+        if not single or params[0].n != 1:
+            raise ValueError("stream takes one prompt and gives one completion: n must be 1")
+        _, requests = self._requests(prompts, params, trace=False)
+        for _, chunk in self._run(requests):
+            yield chunk
+
+    def _round(self, phases: Phases, masking: bool, best: int) -> Round:
+        """Commits at least one token per active sequence."""
+        with phases.phase("draft"):
+            tree = self.drafter.propose(self.state)
+        with phases.phase("forward"):
+            step = self.cache.place(tree)
+            hidden, taps = self.model(step, self.cache, self.drafter.taps)
+            logits = self.model.logits(hidden)
+        with phases.phase("verify"):
+            path = verify(tree, step, logits, self.state.sampling, masking)
+        with phases.phase("commit"):
+            self.cache.commit(path)
+            self.drafter.commit(path, taps)
+            record = self.state.commit(path)
+        top = ops.top_logprobs(logits.flatten(0, 1), best) if best else None
+        return Round(tree, path, record, top)
+
+    @torch.no_grad()
+    def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Chunk]]:
+        """Runs requests to their ends, max_batch at a time; each that ends makes room for one."""
+        waiting, running = deque(requests), [None] * self.max_batch
+        masking = any(r.params.min_tokens for r in requests)
+        best = min(max((r.params.logprobs or 0) for r in requests), self.config.vocab)
+        phases = Phases(self.device)
+        try:
+            while waiting or any(running):
+                for b in range(self.max_batch):
+                    if running[b] is None and waiting:
+                        running[b] = self._start(b, waiting.popleft())
+                done = self._round(phases, masking, best)
+                for b, emitted in enumerate(done.emitted()):
+                    request = running[b]
+                    if request is None:
+                        continue
+                    trace = done.trace(b) if request.completion.trace is not None else None
+                    yield request, request.accept(emitted, trace)
+                    if request.completion.finish_reason == "error":
+                        raise NumericsError(*request.failure())
+                    if request.finished:
+                        self.state.halt(b)
+                        request.completion.metrics.phases = dict(phases.read())
+                        running[b] = None
+        finally:
+            self.state.active.fill_(False)
+
+    def _start(self, b: int, request: Request) -> Request:
+        """Puts a request in sequence b: all of its prompt but the last token goes to the cache."""
+        request.begin()
+        self.state.start(b, request.prompt, request.params, request.stop)
+        self.drafter.start(b, request.number, request.prompt)
+        cache = self.cache.sequence(b)
+        cache.context.zero_()
+        known = self.state.token[b : b + 1, : len(request.prompt) - 1]
+        for chunk in known.split(PREFILL, 1) if known.shape[1] else ():
+            step = cache.place(TokenTree.chain(chunk))
+            _, taps = self.model(step, cache, self.drafter.taps)
+            cache.extend(chunk.shape[1])
+            self.drafter.prefill(b, taps)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that prefill and decode are timed apart
+        request.prefilled()
+        return request
+
+    def _requests(
+        self, prompts: list[Prompt], params: list[SamplingParams], trace: bool
+    ) -> tuple[list[Result], list[Request]]:
+        """The results to be filled, and a request for each of their completions."""
+        results, requests = [], []
+        for prompt, p in zip(prompts, params, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            ids = options.prompt_ids(self._encode(prompt), self.config.vocab)
+            if p.stop and self.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer, and the model has none")
+            eos = () if p.ignore_eos else self.config.eos_ids
+            stop = list(dict.fromkeys((*eos, *p.stop_token_ids)))
+            self.state.check(ids, stop)
+            own = [
+                Request(
+                    number=len(requests) + i,
+                    index=i,
+                    prompt=ids,
+                    params=replace(p, seed=p.seed + i),
+                    stop=stop,
+                    tokenizer=self.tokenizer,
+                    trace=trace,
+                )
+                for i in range(p.n)
+            ]
+            requests += own
+            results.append(Result(text, ids, [r.completion for r in own]))
+        return results, requests
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("the prompt is text, and the model directory has no tokenizer.json")
+        return self.tokenizer.encode(prompt)

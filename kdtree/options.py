@@ -1,0 +1,125 @@
+"""The engine's arguments, checked: what is wrong, what is wanted, and both values."""
+
+from pathlib import Path
+
+import torch
+
+from kdtree.config import ModelConfig
+from kdtree.drafters import DRAFTERS, DrafterConfig
+from kdtree.errors import CapacityError, ConfigError
+from kdtree.sampling import SamplingParams
+from kdtree.tree import MAX_NODES
+
+DEMO = Path(__file__).parent / "demo"
+CONTEXT = 32768  # tokens of context where the caller names none, if the model has as many
+
+Prompt = str | list[int]
+
+
+def directory(model: str | Path | None) -> Path:
+    """The model directory; the demo model that ships with the package where none is named."""
+    path = DEMO if model is None else Path(model)
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory: a model is a directory with a config.json")
+    return path
+
+
+def device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}, wants 'auto', 'cpu' or 'cuda'") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}, wants 'auto', 'cpu' or 'cuda'")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, but torch finds no CUDA device")
+    return found
+
+
+def dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in names:
+        raise ValueError(f"dtype is {name!r}, wants 'auto', 'float32' or 'bfloat16'")
+    return names[name]
+
+
+def batch(sequences: int) -> int:
+    if not isinstance(sequences, int) or sequences < 1:
+        raise ValueError(f"max_batch is {sequences!r}, wants an integer of at least 1")
+    return sequences
+
+
+def budget(nodes: int | str) -> int | None:
+    """Draft nodes a round; None for the drafter's own choice."""
+    if nodes == "auto":
+        return None
+    if not isinstance(nodes, int) or isinstance(nodes, bool) or not 0 <= nodes < MAX_NODES:
+        raise ValueError(f"budget is {nodes!r}, wants 'auto' or 0 to {MAX_NODES - 1}")
+    return nodes
+
+
+def is_chain(tree: str) -> bool:
+    if tree not in ("best-first", "chain"):
+        raise ValueError(f"tree is {tree!r}, wants 'best-first' or 'chain'")
+    return tree == "chain"
+
+
+def drafter(wanted: str | DrafterConfig) -> DrafterConfig:
+    if not isinstance(wanted, str):
+        if not hasattr(wanted, "create"):
+            raise TypeError(f"drafter is {wanted!r}, wants a name or a drafter's config")
+        return wanted
+    if wanted not in DRAFTERS:
+        raise ConfigError(f"drafter is {wanted!r}, supported: {', '.join(sorted(DRAFTERS))}")
+    return DRAFTERS[wanted]()
+
+
+def context(asked: int | None, config: ModelConfig) -> int:
+    """Tokens of a sequence, prompt and continuation together."""
+    if asked is None:
+        return min(config.max_positions, CONTEXT)
+    if not isinstance(asked, int) or asked < 2:
+        raise ValueError(f"max_seq_len is {asked!r}, wants an integer of at least 2")
+    if asked > config.max_positions:
+        raise CapacityError(f"max_seq_len is {asked}, the model has {config.max_positions}")
+    return asked
+
+
+def prompts(
+    given: Prompt | list[Prompt], params: SamplingParams | list[SamplingParams] | None
+) -> tuple[list[Prompt], list[SamplingParams], bool]:
+    """The prompts and the parameters of each, and whether it was a single one."""
+    single = isinstance(given, str) or _is_ids(given)
+    if not single and not isinstance(given, list | tuple):
+        raise TypeError(f"prompts is a {type(given).__name__}, wants text, token ids or a list")
+    several = [given] if single else list(given)
+    params = SamplingParams() if params is None else params
+    each = list(params) if isinstance(params, list | tuple) else [params] * len(several)
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"params holds a {type(one).__name__}, wants SamplingParams")
+    if len(each) != len(several):
+        raise ValueError(f"params has {len(each)} entries for {len(several)} prompts")
+    return several, each, single
+
+
+def prompt_ids(ids: list[int], vocab: int) -> list[int]:
+    if not ids:
+        raise ValueError("the prompt is empty: there is no token to continue")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise TypeError(f"the prompt holds {token!r}, wants token ids")
+        if not 0 <= token < vocab:
+            raise ValueError(f"the prompt holds token {token}, the vocabulary has {vocab}")
+    return list(ids)
+
+
+def _is_ids(given: object) -> bool:
+    """A list of ids is one prompt; an empty list is no prompts."""
+    if not isinstance(given, list | tuple) or not given:
+        return False
+    return not isinstance(given[0], str | list | tuple)

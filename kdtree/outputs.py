@@ -1,0 +1,99 @@
+"""What a generation returns."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Of one completion. Seconds are of the wall clock; phases are of the calls it was part of.
+
+    rounds: decode forwards of the target; histogram[i]: rounds that emitted i tokens
+    """
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    ttft_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    histogram: list[int] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted a round, the target's own included."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass(slots=True)
+class RoundTrace:
+    """One round's tree: parent -1 at the root, -2 at padding; score, the path's log-probability."""
+
+    token: list[int]
+    parent: list[int]
+    score: list[float]
+    path: list[int]
+    emitted: list[int]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one round added: text that is certain, tokens, and at the end the reason."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    acceptance: int
+
+
+@dataclass(slots=True)
+class Completion:
+    """finish_reason: "stop" (a stop string, a stop token, the end of sequence) or "length";
+    stop_reason: the stop string or token, None for the model's own end of sequence
+    logprobs: for each token, log-probabilities by token id: itself and the best ones"""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, float]] | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    trace: list[RoundTrace] | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """A prompt's completions; the attributes of the first can be asked of the result itself."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.completions[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.completions[0].stop_reason
+
+    @property
+    def logprobs(self) -> list[dict[int, float]] | None:
+        return self.completions[0].logprobs
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.completions[0].metrics

@@ -1,0 +1,113 @@
+"""One completion as the host follows it: its text, its stop strings, its results."""
+
+import time
+from dataclasses import dataclass
+
+from kdtree.outputs import Chunk, Completion, RoundTrace
+from kdtree.sampling import SamplingParams
+from kdtree.state import FAILED, LENGTH, RUNNING, STOP
+from kdtree.text import Detokenizer, StopStrings, Tokenizer
+
+REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", FAILED: "error"}
+
+
+@dataclass(slots=True)
+class Emitted:
+    """What a round's record says of one sequence.
+
+    reason: of kdtree.state; best: for each token the best ids and their log-probabilities, or None
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    reason: int
+    best: list[dict[int, float]] | None = None
+
+
+class Request:
+    """number: of the completion in the call; prompt: its tokens; stop: the tokens that end it."""
+
+    def __init__(
+        self,
+        number: int,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        stop: list[int],
+        tokenizer: Tokenizer | None,
+        trace: bool,
+    ):
+        self.number, self.prompt, self.params, self.stop = number, prompt, params, stop
+        self.completion = Completion(index, trace=[] if trace else None)
+        self.completion.metrics.prompt_tokens = len(prompt)
+        if params.logprobs is not None:
+            self.completion.logprobs = []
+        self._began = self._prefilled = 0.0
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self._stops = StopStrings(params.stop)
+
+    @property
+    def finished(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def begin(self) -> None:
+        """The clock starts: the prompt goes to the model."""
+        self._began = time.perf_counter()
+
+    def prefilled(self) -> None:
+        """The prompt is in the cache; the first round follows."""
+        self._prefilled = time.perf_counter()
+
+    def failure(self) -> tuple[int, int]:
+        """Round and position of the token that could not be drawn."""
+        done = self.completion
+        return done.metrics.rounds - 1, len(self.prompt) + len(done.token_ids)
+
+    def accept(self, emitted: Emitted, trace: RoundTrace | None) -> Chunk:
+        """Takes a round's tokens one by one; a stop string ends the text where it is complete."""
+        done, text, taken = self.completion, "", 0
+        last = len(emitted.token_ids) - 1
+        for i, token in enumerate(emitted.token_ids):
+            taken += 1
+            done.token_ids.append(token)
+            if done.logprobs is not None:
+                done.logprobs.append(self._logprobs(emitted, i))
+            if i == last and emitted.reason == STOP:
+                break  # a stop token is no part of the text
+            text += self._stops.feed(self._detokenizer.feed(token) if self._detokenizer else "")
+            if self._stops.stop is not None:
+                break
+        self._finish(emitted)
+        if self.finished and self._stops.stop is None:
+            if self._detokenizer:
+                text += self._stops.feed(self._detokenizer.flush())
+            text += self._stops.flush()
+        done.text += text
+        self._count(taken, trace)
+        return Chunk(text, done.token_ids[len(done.token_ids) - taken :], done.finish_reason, taken)
+
+    def _finish(self, emitted: Emitted) -> None:
+        done = self.completion
+        if self._stops.stop is not None:
+            done.finish_reason, done.stop_reason = "stop", self._stops.stop
+        else:
+            done.finish_reason = REASONS[emitted.reason]
+            if emitted.reason == STOP and done.token_ids[-1] in self.params.stop_token_ids:
+                done.stop_reason = done.token_ids[-1]
+
+    def _logprobs(self, emitted: Emitted, i: int) -> dict[int, float]:
+        best = dict(emitted.best[i]) if emitted.best else {}
+        return {emitted.token_ids[i]: emitted.logprobs[i]} | best
+
+    def _count(self, taken: int, trace: RoundTrace | None) -> None:
+        metrics, now = self.completion.metrics, time.perf_counter()
+        if not metrics.rounds:
+            metrics.prefill_s = self._prefilled - self._began
+            metrics.ttft_s = now - self._began
+        metrics.decode_s = now - self._prefilled
+        metrics.tokens += taken
+        metrics.rounds += 1
+        metrics.histogram += [0] * (taken + 1 - len(metrics.histogram))
+        metrics.histogram[taken] += 1
+        if trace is not None:
+            self.completion.trace.append(trace)

@@ -1,0 +1,81 @@
+"""Draft trees and accepted paths: plain tensors on the device, no policy."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kdtree import ops
+
+MAX_NODES = 64  # a node's ancestors are one 64-bit word
+MAX_DEPTH = 15  # a row's ancestors lie among its last 16 keys, which attention takes one by one
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """A draft tree per sequence, its nodes in topological order.
+
+    token: [B, N] int64; token[:, 0] is the last committed token, the root; 0 at padding
+    parent: [B, N] int32; -1 at the root, -2 at padding, else parent[b, n] < n
+    depth: [B, N] int32; 0 at the root and at padding
+    ancestors: [B, N] int64, bit m set for node m an ancestor or self, 0 at padding; None for a
+        chain without padding, of any length
+    score: [B, N] float32, the path's log-probability by the drafter, or None
+    """
+
+    token: Tensor
+    parent: Tensor
+    depth: Tensor
+    ancestors: Tensor | None
+    score: Tensor | None = None
+
+    @staticmethod
+    def root(token: Tensor) -> "TokenTree":
+        """The tree of one node, which makes a round plain autoregressive decoding. token: [B]"""
+        token = token[:, None]
+        zero = torch.zeros_like(token, dtype=torch.int32)
+        score = torch.zeros_like(zero, dtype=torch.float32)
+        return TokenTree(token, zero - 1, zero, torch.ones_like(token), score)
+
+    @staticmethod
+    def chain(token: Tensor) -> "TokenTree":
+        """A chain of known tokens. token: [B, N]"""
+        depth = torch.arange(token.shape[1], dtype=torch.int32, device=token.device)
+        depth = depth.expand(token.shape)
+        return TokenTree(token, depth - 1, depth, None)
+
+    @staticmethod
+    def build(
+        score: Tensor, candidate: Tensor, root: Tensor, budget: int, chain_seed: bool
+    ) -> "TokenTree":
+        """The best-first tree; arguments as in ops.tree_build."""
+        return TokenTree(*ops.tree_build(score, candidate, root, budget, chain_seed))
+
+    def masked(self, active: Tensor) -> "TokenTree":
+        """Turns the trees of inactive sequences into padding. active: [B] bool"""
+        off = ~active[:, None]
+        return replace(
+            self,
+            token=self.token.masked_fill(off, 0),
+            parent=self.parent.masked_fill(off, -2),
+            depth=self.depth.masked_fill(off, 0),
+            ancestors=self.ancestors.masked_fill(off, 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What a round accepts of each sequence's tree, and what it emits.
+
+    node: [B, J] int32, the nodes walked, root first, -1 from length on
+    length: [B] int32, nodes committed and tokens emitted
+    token: [B, J] int64, emitted tokens, the target's own draw after each node
+    logprob: [B, J] float32, of those, by the raw logits
+    failed: [B] bool, the walk ended at a node whose logits are not finite
+    """
+
+    node: Tensor
+    length: Tensor
+    token: Tensor
+    logprob: Tensor
+    failed: Tensor

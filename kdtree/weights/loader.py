@@ -1,0 +1,104 @@
+"""Strict loading: a model's constructor takes its tensors by name and shape, in two passes.
+
+The first pass runs on the meta device: it checks names, shapes and dtypes against the headers and
+takes no memory. Only when nothing is missing, unused or mis-shaped does the second pass load.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kdtree import ops
+from kdtree.errors import CheckpointError
+from kdtree.weights.checkpoint import FLOATS, Checkpoint
+
+Model = TypeVar("Model")
+GROUP = 32  # input features that share an INT4 scale
+
+
+def load(checkpoint: Checkpoint, build: Callable[["Weights"], Model], *, device, dtype) -> Model:
+    """Builds a model from a checkpoint.
+
+    build: the model's constructor, called twice with a Weights to take its tensors from
+    dtype: of the weights in the model, float32 or bfloat16
+    Raises CheckpointError, naming every missing, unused or mis-shaped tensor.
+    """
+    check = Weights(checkpoint, torch.device("meta"), dtype)
+    build(check)
+    unused = sorted(set(checkpoint.shapes) - check.taken)
+    problems = check.problems + [f"{name} is not used by the model" for name in unused]
+    if problems:
+        shown = "\n  ".join(problems[:50])
+        more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
+        raise CheckpointError(f"{checkpoint.directory}:\n  {shown}{more}")
+    return build(Weights(checkpoint, torch.device(device), dtype))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors under a prefix of a checkpoint, taken by name and expected shape."""
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    prefix: str = ""
+    taken: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def at(self, name: object) -> "Weights":
+        """The tensors below a further name."""
+        prefix = f"{self.prefix}{name}."
+        return Weights(self.checkpoint, self.device, self.dtype, prefix, self.taken, self.problems)
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.checkpoint
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A floating-point tensor, as dtype (the model's own by default)."""
+        stored = self._stored(name, shape, FLOATS)
+        return stored.to(self.device, dtype or self.dtype)
+
+    def take_int4(self, name: str, out: int, features: int) -> tuple[Tensor, Tensor]:
+        """A compressed-tensors INT4 matrix [out, features], packed, and its scales.
+
+        returns [out / 32, features / 32, 128] int32 and [out / 32, features / 32, 32]
+        """
+        codes = self._stored(f"{name}.weight_packed", (out, features // 8), (torch.int32,))
+        scale = self._stored(f"{name}.weight_scale", (out, features // GROUP), FLOATS)
+        shape = self._stored(f"{name}.weight_shape", (2,), (torch.int32, torch.int64))
+        if out % GROUP or features % GROUP:
+            self.problems.append(
+                f"{self.prefix}{name} is {out} x {features}, INT4 wants multiples of {GROUP}"
+            )
+            out, features = out - out % GROUP, features - features % GROUP
+        if self.device.type == "meta":
+            tiles = (out // GROUP, features // GROUP)
+            return codes.new_empty((*tiles, 128)), scale.new_empty((*tiles, 32))
+        if shape.tolist() != [out, features]:
+            raise CheckpointError(
+                f"{self.prefix}{name}.weight_shape is {shape.tolist()}, wants {[out, features]}"
+            )
+        return ops.int4_pack(codes.to(self.device), scale.to(self.device, self.dtype))
+
+    def _stored(self, name: str, shape: tuple[int, ...], dtypes: tuple) -> Tensor:
+        name = self.prefix + name
+        self.taken.add(name)
+        if self.device.type != "meta":
+            return self.checkpoint.tensor(name)
+        if name not in self.checkpoint:
+            self.problems.append(f"{name} is missing")
+        else:
+            found, dtype = self.checkpoint.shapes[name], self.checkpoint.dtypes[name]
+            if found != shape:
+                self.problems.append(f"{name} has shape {list(found)}, wants {list(shape)}")
+            if dtype not in dtypes:
+                wants = ", ".join(map(_plain, dtypes))
+                self.problems.append(f"{name} has dtype {_plain(dtype)}, wants {wants}")
+        return torch.empty(shape, device="meta", dtype=dtypes[0])
+
+
+def _plain(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,41 @@
+"""Model directories made by the oracle, once; kept in build/ while its sources are the same."""
+
+import functools
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors import safe_open
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "python/gen_model_ref.py"
+SOURCES = [SCRIPT, *sorted((ROOT / "python/model_ref").glob("*.py"))]
+
+
+@functools.cache
+def names() -> list[str]:
+    """All variants."""
+    listing = subprocess.run(
+        [sys.executable, SCRIPT, "--list"], capture_output=True, text=True, check=True
+    )
+    return [line.split()[0] for line in listing.stdout.splitlines() if line.strip()]
+
+
+@functools.cache
+def variant(name: str) -> Path:
+    """The directory of a variant, generated if it is not there."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:12]
+    out = ROOT / "build/variants" / digest / name
+    if not (out / "golden.safetensors").is_file():
+        command = [sys.executable, SCRIPT, "--variant", name, "--out", out]
+        subprocess.run(command, capture_output=True, check=True)
+    return out
+
+
+@functools.cache
+def golden(name: str) -> dict:
+    """The oracle's results, by the names that gen_model_ref.py documents."""
+    with safe_open(variant(name) / "golden.safetensors", framework="np") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        return tensors | {"metadata": file.metadata()}
