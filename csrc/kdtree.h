@@ -27,6 +27,7 @@ enum class DType : uint8_t { f32, bf16 };
 inline constexpr int kPage = 64;       // tokens of a cache page
 inline constexpr int kGroup = 32;      // input features that share an INT4 scale
 inline constexpr int kInt4Tile = 32;   // an INT4 tile is 32 outputs x 32 inputs: see Int4PackParams
+inline constexpr int kInt4Words = 128;  // int32 words of an INT4 tile
 inline constexpr int kTail = 16;       // last positions that attention reduces one by one
 inline constexpr int kMaxNodes = 64;   // tree nodes a sequence: an ancestor set is one 64-bit word
 inline constexpr int kMaxDepth = 15;   // draft depth: a row's ancestors lie in its last kTail keys
