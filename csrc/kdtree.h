@@ -244,7 +244,6 @@ struct SampleParams {
   int64_t* token;            // [B, N]
   float* logprob;            // [B, N]
   bool* finite;              // [B, N]
-  void* workspace;           // see sample_workspace in ops_tree.cpp
   int B, N, W;
 };
 
