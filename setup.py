@@ -84,7 +84,8 @@ class BuildWithNinja(build_ext):
         library.parent.mkdir(parents=True, exist_ok=True)
         (build / "build.ninja").write_text(ninja_file(build, library, nvcc))
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))
-        subprocess.run([Path(ninja.BIN_DIR) / "ninja", "-C", build, "-j", jobs], check=True)
+        command = [Path(ninja.BIN_DIR) / "ninja", "--quiet", "-C", build, "-j", jobs]
+        subprocess.run(command, check=True)
 
 
 setup(

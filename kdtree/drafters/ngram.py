@@ -48,7 +48,7 @@ class Ngram(Stateless):
     def propose(self, state: State) -> TokenTree:
         candidate, known = self._continuations(state)
         score = self._edges(candidate, known)
-        return grow(state, score, candidate.transpose(1, 2), self.nodes, self.setup)
+        return grow(state, score, candidate.transpose(1, 2).contiguous(), self.nodes, self.setup)
 
     def _continuations(self, state: State) -> tuple[Tensor, Tensor]:
         """Tokens [B, M, J] after the best matches, and which of them are known. Best: the longest,
