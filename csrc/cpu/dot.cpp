@@ -1,4 +1,4 @@
-// The loops over lanes carry `unroll 1`, so that gcc turns each into one vector instruction instead
+// The loops over lanes carry `unroll 1`, so that gcc turns each into whole vector instructions instead
 // of taking it apart; the loops around them are unrolled, so that the sums stay in registers.
 #include "dot.h"
 
@@ -9,99 +9,92 @@
 namespace kdtree::cpu {
 namespace {
 
+constexpr int kStep = 2 * kDotLanes;  // inputs; a cache line of bf16, and two vectors when widened
+
+constexpr int kLine = 64;  // bytes of a cache line
+
 using Lanes = float[kDotLanes];
-using Run = float[kDotRun];
 
-// Points wide[n] at `count` inputs of rows[n] in float32, followed by zeros up to whole lanes: the row
-// itself or a copy. The rows advance together, so that a prefetcher sees N even streams.
-template <int N, class Element>
-[[gnu::always_inline]] inline void widen(const Element* const* rows, int begin, int count,
-                                         Run* copy, const float** wide) {
-  const int whole = count / kDotLanes * kDotLanes;
-  if constexpr (std::is_same_v<Element, float>) {
-    if (whole == count) {
-      for (int n = 0; n < N; ++n) wide[n] = rows[n] + begin;
-      return;
-    }
-  }
-  constexpr int kStep = 2 * kDotLanes;  // a cache line of bf16
-  const int steps = count / kStep * kStep;
-#pragma GCC unroll 1
-  for (int i = 0; i < steps; i += kStep)
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n)
-#pragma GCC unroll 1
-      for (int l = 0; l < kStep; ++l) copy[n][i + l] = rows[n][begin + i + l];
-#pragma GCC unroll 1
-  for (int n = 0; n < N; ++n) {
-    wide[n] = copy[n];
-    if (steps == count) continue;
-#pragma GCC unroll 1
-    for (int l = 0; l < kStep; ++l)
-      copy[n][steps + l] = steps + l < count ? float(rows[n][begin + steps + l]) : 0.f;
-  }
-}
-
-// The lanes of one run of R rows and O outputs; the first run sets the totals, the others add.
-template <int R, int O>
-[[gnu::always_inline]] inline void add_run(const float* const* x, const float* const* w, int count,
-                                           bool first, Lanes (*totals)[kDotOutputs], int at) {
+// Adds to totals[r][first + o] the lanes of x[r] . w[o] over one run of `count` inputs, whole steps.
+template <int R, int O, class W>
+[[gnu::always_inline]] inline void add_run(const float (*x)[kDotRun], const W* const (&w)[O],
+                                           const W* const (&ahead)[O], int count, int first,
+                                           Lanes (*totals)[kDotOutputs]) {
   Lanes sum[R][O] = {};
 #pragma GCC unroll 1
-  for (int i = 0; i < count; i += kDotLanes)
+  for (int i = 0; i < count; i += kStep)
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) {
+      if constexpr(O<=4) for (int l = 0; l < kStep; l += kLine / sizeof(W)) __builtin_prefetch(ahead[o] + i + l);
+      float wide[kStep];
+      const float* b = wide;
+      if constexpr (std::is_same_v<W, float>) {
+        b = w[o] + i;
+      } else {
+#pragma GCC unroll 1
+        for (int l = 0; l < kStep; ++l) wide[l] = w[o][i + l];
+      }
+#pragma GCC unroll 2
+      for (int half = 0; half < kStep; half += kDotLanes)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 1
+          for (int l = 0; l < kDotLanes; ++l)
+            sum[r][o][l] = std::fma(x[r][i + half + l], b[half + l], sum[r][o][l]);
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o)
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
 #pragma GCC unroll 1
-        for (int l = 0; l < kDotLanes; ++l)
-          sum[r][o][l] = std::fma(x[r][i + l], w[o][i + l], sum[r][o][l]);
-  if (first) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int o = 0; o < O; ++o)
+      for (int l = 0; l < kDotLanes; ++l) totals[r][first + o][l] += sum[r][o][l];
+}
+
+// y[o] = the sum of the lanes of totals[o]: the upper half added to the lower, four times over.
+[[gnu::always_inline]] inline void sum_lanes(const Lanes* totals, float* y) {
+  constexpr int kQuarter = kDotLanes / 4;
+  float v[kDotOutputs][kQuarter];
 #pragma GCC unroll 1
-        for (int l = 0; l < kDotLanes; ++l) totals[r][at + o][l] = sum[r][o][l];
-  } else {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int o = 0; o < O; ++o)
+  for (int o = 0; o < kDotOutputs; ++o) {
+    const float* t = totals[o];
 #pragma GCC unroll 1
-        for (int l = 0; l < kDotLanes; ++l) totals[r][at + o][l] += sum[r][o][l];
+    for (int l = 0; l < kQuarter; ++l)
+      v[o][l] = (t[l] + t[l + 2 * kQuarter]) + (t[l + kQuarter] + t[l + 3 * kQuarter]);
   }
+#pragma GCC unroll 1
+  for (int o = 0; o < kDotOutputs; ++o) y[o] = (v[o][0] + v[o][2]) + (v[o][1] + v[o][3]);
 }
 
-[[gnu::always_inline]] inline float tree_sum(Lanes& v) {
-#pragma GCC unroll 1
-  for (int l = 0; l < 8; ++l) v[l] += v[l + 8];
-#pragma GCC unroll 1
-  for (int l = 0; l < 4; ++l) v[l] += v[l + 4];
-  return (v[0] + v[2]) + (v[1] + v[3]);
-}
-
-// R rows and kDotOutputs outputs, O outputs at a time.
+// R rows against kDotOutputs weight rows, O at a time.
 template <int R, int O, class X, class W>
 [[gnu::always_inline]] inline void dot_block(const X* const* x, const W* const* w, int I,
                                              float (*y)[kDotOutputs]) {
-  alignas(64) Lanes totals[R][kDotOutputs];
-  alignas(64) Run copy_x[R], copy_w[O];
-  const float *wide_x[R], *wide_w[O];
+  alignas(64) Lanes totals[R][kDotOutputs] = {};
+  alignas(64) float wide[R][kDotRun];
+  alignas(64) W last[O][kStep] = {};
+  const int whole = I / kStep * kStep;
 #pragma GCC unroll 1
-  for (int i = 0; i < I; i += kDotRun) {
-    const int count = std::min(kDotRun, I - i);
-    widen<R>(x, i, count, copy_x, wide_x);
+  for (int i = 0, count; i < I; i += count) {
+    count = std::min(kDotRun, i < whole ? whole - i : I - i);
+    if (i == whole) std::fill_n(wide[0], R * kDotRun, 0.f);
 #pragma GCC unroll 1
-    for (int o = 0; o < kDotOutputs; o += O) {
-      widen<O>(w + o, i, count, copy_w, wide_w);
-      add_run<R, O>(wide_x, wide_w, count, i == 0, totals, o);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 1
+      for (int k = 0; k < count; ++k) wide[r][k] = x[r][i + k];
+#pragma GCC unroll 1
+    for (int first = 0; first < kDotOutputs; first += O) {
+      const W *at[O], *ahead[O];
+      const int skip = first + 2 * O;
+      for (int o = 0; o < O; ++o) {
+        at[o] = w[first + o] + i;
+        ahead[o] = w[(skip + o) % kDotOutputs] + i + (skip < kDotOutputs ? 0 : kDotRun);
+        if (i == whole) at[o] = std::copy_n(at[o], count, last[o]) - count;
+      }
+      add_run<R, O>(wide, at, ahead, count, first, totals);
     }
   }
 #pragma GCC unroll 1
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 1
-    for (int o = 0; o < kDotOutputs; ++o) y[r][o] = tree_sum(totals[r][o]);
+  for (int r = 0; r < R; ++r) sum_lanes(totals[r], y[r]);
 }
 
 // One clone an instruction set, with everything above inlined. 8 sums in flight hide the latency of
