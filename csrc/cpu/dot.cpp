@@ -9,23 +9,25 @@
 namespace kdtree::cpu {
 namespace {
 
-constexpr int kStep = 2 * kDotLanes;  // inputs; a cache line of bf16, and two vectors when widened
-
-constexpr int kLine = 64;  // bytes of a cache line
+constexpr int kStep = 2 * kDotLanes;  // inputs: a cache line of bf16, two vectors once widened
+constexpr int kLine = 64;             // bytes of a cache line
 
 using Lanes = float[kDotLanes];
 
-// Adds to totals[r][first + o] the lanes of x[r] . w[o] over one run of `count` inputs, whole steps.
+// Adds to totals[r][first + o] the lanes of x[r] . w[o] over a run of `count` inputs, whole steps.
+// `ahead` is what a later call reads: with few weight rows the hardware sees the streams too late.
 template <int R, int O, class W>
 [[gnu::always_inline]] inline void add_run(const float (*x)[kDotRun], const W* const (&w)[O],
                                            const W* const (&ahead)[O], int count, int first,
                                            Lanes (*totals)[kDotOutputs]) {
+  constexpr bool kPrefetch = O <= 4;
   Lanes sum[R][O] = {};
 #pragma GCC unroll 1
   for (int i = 0; i < count; i += kStep)
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
-      if constexpr(O<=4) for (int l = 0; l < kStep; l += kLine / sizeof(W)) __builtin_prefetch(ahead[o] + i + l);
+      if constexpr (kPrefetch)
+        for (int l = 0; l < kStep; l += kLine / sizeof(W)) __builtin_prefetch(ahead[o] + i + l);
       float wide[kStep];
       const float* b = wide;
       if constexpr (std::is_same_v<W, float>) {
@@ -50,7 +52,7 @@ template <int R, int O, class W>
       for (int l = 0; l < kDotLanes; ++l) totals[r][first + o][l] += sum[r][o][l];
 }
 
-// y[o] = the sum of the lanes of totals[o]: the upper half added to the lower, four times over.
+// y[o] = the sum of the lanes of totals[o]: the upper half added to the lower until one is left.
 [[gnu::always_inline]] inline void sum_lanes(const Lanes* totals, float* y) {
   constexpr int kQuarter = kDotLanes / 4;
   float v[kDotOutputs][kQuarter];
@@ -65,13 +67,13 @@ template <int R, int O, class W>
   for (int o = 0; o < kDotOutputs; ++o) y[o] = (v[o][0] + v[o][2]) + (v[o][1] + v[o][3]);
 }
 
-// R rows against kDotOutputs weight rows, O at a time.
+// R rows against kDotOutputs weight rows, O at a time, run by run.
 template <int R, int O, class X, class W>
 [[gnu::always_inline]] inline void dot_block(const X* const* x, const W* const* w, int I,
                                              float (*y)[kDotOutputs]) {
-  alignas(64) Lanes totals[R][kDotOutputs] = {};
-  alignas(64) float wide[R][kDotRun];
-  alignas(64) W last[O][kStep] = {};
+  alignas(kLine) Lanes totals[R][kDotOutputs] = {};
+  alignas(kLine) float wide[R][kDotRun];
+  alignas(kLine) W last[O][kStep] = {};  // the last inputs, no whole step, and zeros after them
   const int whole = I / kStep * kStep;
 #pragma GCC unroll 1
   for (int i = 0, count; i < I; i += count) {
@@ -83,22 +85,24 @@ template <int R, int O, class X, class W>
       for (int k = 0; k < count; ++k) wide[r][k] = x[r][i + k];
 #pragma GCC unroll 1
     for (int first = 0; first < kDotOutputs; first += O) {
-      const W *at[O], *ahead[O];
-      const int skip = first + 2 * O;
+      const W *now[O], *ahead[O];
       for (int o = 0; o < O; ++o) {
-        at[o] = w[first + o] + i;
-        ahead[o] = w[(skip + o) % kDotOutputs] + i + (skip < kDotOutputs ? 0 : kDotRun);
-        if (i == whole) at[o] = std::copy_n(at[o], count, last[o]) - count;
+        const int later = first + o + 2 * O;
+        ahead[o] = w[later % kDotOutputs] + i + later / kDotOutputs * kDotRun;
+        now[o] = w[first + o] + i;
+        if (i < whole) continue;
+        std::copy_n(now[o], count, last[o]);
+        now[o] = last[o];
       }
-      add_run<R, O>(wide, at, ahead, count, first, totals);
+      add_run<R, O>(wide, now, ahead, count, first, totals);
     }
   }
 #pragma GCC unroll 1
   for (int r = 0; r < R; ++r) sum_lanes(totals[r], y[r]);
 }
 
-// One clone an instruction set, with everything above inlined. 8 sums in flight hide the latency of
-// fma.
+// One clone an instruction set, with everything above inlined. At least 8 sums are in flight, which
+// hides the latency of fma.
 template <class X, class W>
 [[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")]]
 void dot_padded(int rows, const X* const* x, const W* const* w, int I, float (*y)[kDotOutputs]) {
@@ -113,7 +117,7 @@ void dot_padded(int rows, const X* const* x, const W* const* w, int I, float (*y
 template <class X, class W>
 void dot(const X* const* x, int rows, const W* w, int64_t w_stride, int outputs, int I,
          float (*y)[kDotOutputs]) {
-  const X* xs[kDotRows];
+  const X* xs[kDotRows];  // where there are fewer rows or outputs, the last is computed again
   const W* ws[kDotOutputs];
   for (int r = 0; r < kDotRows; ++r) xs[r] = x[std::min(r, rows - 1)];
   for (int o = 0; o < kDotOutputs; ++o) ws[o] = w + std::min(o, outputs - 1) * w_stride;
