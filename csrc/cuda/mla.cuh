@@ -19,21 +19,18 @@ __device__ inline void rotate_pair(const Element* x, const float* table, int R, 
   y[second] = Element(a * sine + b * cosine);
 }
 
-// Returns in lane i the sum over all lanes of x[i]. Every sum has the same order: lanes 16 apart,
-// then 8, 4, 2, 1.
-__device__ inline float warp_sums(float (&x)[kWarp]) {
-  const int lane = threadIdx.x % kWarp;
+// Leaves in x[0] of lane i the sum over all lanes of x[i]. Every sum has the same order: lanes 16
+// apart, then 8, 4, 2, 1. A template, because a loop over d would keep x in local memory.
+template <int d = kWarp / 2>
+__device__ __forceinline__ void warp_sums(float (&x)[kWarp]) {
+  const bool upper = threadIdx.x & d;
 #pragma unroll
-  for (int d = kWarp / 2; d > 0; d /= 2) {
-    const bool upper = lane & d;
-#pragma unroll
-    for (int i = 0; i < d; ++i) {
-      const float keep = upper ? x[i + d] : x[i];
-      const float send = upper ? x[i] : x[i + d];
-      x[i] = keep + __shfl_xor_sync(~0u, send, d);
-    }
+  for (int i = 0; i < d; ++i) {
+    const float keep = upper ? x[i + d] : x[i];
+    const float send = upper ? x[i] : x[i + d];
+    x[i] = keep + __shfl_xor_sync(~0u, send, d);
   }
-  return x[0];
+  if constexpr (d > 1) warp_sums<d / 2>(x);
 }
 
 }  // namespace kdtree::cuda

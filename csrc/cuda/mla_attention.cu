@@ -148,7 +148,8 @@ __device__ void score_tile(const Smem<Element>& s, const Element* tile, int Z) {
         sum[k * kHeadBlock + h] = fmaf(q, key[k], sum[k * kHeadBlock + h]);
     }
   }
-  s.score[lane % kHeadBlock][first + lane / kHeadBlock] = warp_sums(sum);
+  warp_sums(sum);
+  s.score[lane % kHeadBlock][first + lane / kHeadBlock] = sum[0];
 }
 
 // One tile of the online softmax: thread (h, k) = (i / kTile, i % kTile). Keys from count on weigh

@@ -91,11 +91,11 @@ __global__ void __launch_bounds__(kThreads)
           sum[o * kRows + r] = fmaf(x[r][k], y[k], sum[o * kRows + r]);
     }
   }
-  const float total = warp_sums(sum);
+  warp_sums(sum);
   const int t = t0 + lane % kRows, c = c0 + lane / kRows;
   if (t >= p.T || c >= p.C) return;
   auto* out = static_cast<Element*>(p.out) + (int64_t{t} * p.H + h) * (p.C + p.R);
-  out[c] = Element(p.position[t] < 0 ? 0.f : total);
+  out[c] = Element(p.position[t] < 0 ? 0.f : sum[0]);
 }
 
 }  // namespace
