@@ -29,6 +29,8 @@ inline constexpr int kGroup = 32;      // input features that share an INT4 scal
 inline constexpr int kInt4Tile = 32;   // an INT4 tile is 32 outputs x 32 inputs: see Int4PackParams
 inline constexpr int kInt4Words = 128;  // int32 words of an INT4 tile
 inline constexpr int kTail = 16;       // last positions that attention reduces one by one
+inline constexpr int kSplit = 128;     // positions of a split of attention's other keys
+inline constexpr int kHeadBlock = 8;   // heads that share attention's workspace
 inline constexpr int kMaxNodes = 64;   // tree nodes a sequence: an ancestor set is one 64-bit word
 inline constexpr int kMaxDepth = 15;   // draft depth: a row's ancestors lie in its last kTail keys
 
@@ -145,24 +147,27 @@ struct MlaQueryParams {
   const void* q;            // [T, H, P + R], rows q_stride elements apart
   const void* w_uk;         // [H, C, P]
   const float* rope;        // [positions, R]: R/2 cosines, then R/2 sines
-  const int32_t* position;  // [T]; negative marks a padded row, which is set to zero
+  const int32_t* position;  // [T]; negative marks a padded row, which is set to zero; a position
+                            // beyond the table's last reads the last
   void* out;                // [T, H, C + R], contiguous
   int64_t q_stride;         // elements
-  int T, H, P, C, R;
+  int T, H, P, C, R, positions;
   bool interleaved;  // rotate pairs (2i, 2i + 1) in place, else (i, i + R/2)
   DType dtype;       // of q, w_uk and out
 };
 
 // kv[t] = (latent | rope): cache[slot[t]] = (rms_norm(latent, w) | rotate(rope, position[t]))
 struct MlaAppendParams {
-  void* cache;              // [slots, C + R]
+  void* cache;              // [slots, C + R], contiguous
   const void* kv;           // [T, C + R], rows kv_stride elements apart
   const void* w;            // [C]
   const float* rope;        // [positions, R], as in MlaQueryParams
   const int32_t* position;  // [T]
-  const int32_t* slot;      // [T], distinct; negative marks a padded row, which is skipped
+  const int32_t* slot;      // [T], distinct; a row whose slot is not one of the cache's is padding
+                            // and skipped
   int64_t kv_stride;        // elements
-  int T, C, R;
+  int64_t slots;
+  int T, C, R, positions;
   float eps;
   bool interleaved;
   DType dtype;  // of cache, kv and w
@@ -176,8 +181,11 @@ struct MlaAppendParams {
 //
 //   out[b, n, h] = softmax_j(scale * q[b, n, h] . cache[j]) . cache[j][:C]
 //
-// Order of the sums, by absolute position alone: positions <= p - kTail in splits and tiles with
-// fixed absolute edges; the last kTail positions one by one; merged split by split, the tail last.
+// Order of the sums, by absolute position alone: positions <= p - kTail in splits of kSplit and
+// tiles with fixed absolute edges; the last kTail positions as one tile, wherever they are stored;
+// merged split by split, the tail last. Rows that a row does not attend to are never read into its
+// sums, and block table entries without a visible key are never followed. Every slot of the context
+// and of the nodes lies within the table: context + N <= kPage * max_pages.
 struct MlaAttentionParams {
   const void* q;               // [B, N, H, C + R], contiguous
   const void* cache;           // [pages, kPage, C + R]
@@ -186,12 +194,14 @@ struct MlaAttentionParams {
   const int64_t* ancestors;    // [B, N], bit m set for node m an ancestor or self; may be null
   void* out;                   // [B, N, H, C], contiguous
   void* workspace;             // see mla_attention_workspace in ops_attention.cpp
+  int64_t workspace_bytes;
   int B, N, H, C, R, max_pages;
   float scale;
   DType dtype;  // of q, cache and out
 };
 
-// Row token slot context[b] + path[b, i] moves to slot context[b] + i, for i < length[b], all layers.
+// Row token slot context[b] + path[b, i] moves to slot context[b] + i, for i < length[b], all
+// layers, as if all were read before any is written. Of path and block_table nothing else is read.
 struct KvCompactParams {
   void* cache;                 // [L, pages, kPage, Z]
   const int32_t* block_table;  // [B, max_pages]
