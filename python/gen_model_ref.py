@@ -24,7 +24,8 @@ I64. Tensors of golden.safetensors:
     greedy.ids, sampled.ids           [G]     continuations of the prompt; EOS does not stop them
     greedy.logits, sampled.logits     [G, W]  row g: the raw logits that token g was picked from
     greedy.margin, sampled.margin     [G]     best less second best logit; sampled: of logit + noise
-    greedy.router_margin, sampled.router_margin  [M, G - 1]  as above, of the rows at T .. T + G - 2
+    greedy.router_{ids,weights,margin}, sampled.*  [G - 1, M, K], margins [G - 1, M]: as above, of
+                                              the rows at positions T .. T + G - 2
 
 Sampling is at temperature 1, by Gumbel-max: argmax over v of logits[v] - log(-log(u)), where u
 comes from Philox4x32-10 with key (seed low, seed high) and counter (v >> 2, p low, p high, 0), word
@@ -158,14 +159,13 @@ def continue_from(
         "ids": np.array(ids),
         "logits": np.array(rows),
         "margin": np.array(margins),
-        "router_margin": router_margins(traces),
-    }
+    } | {f"router_{key}": routes(traces, key) for key in ("ids", "weights", "margin")}
 
 
-def router_margins(traces: list[Trace]) -> np.ndarray:
-    """[MoE layers, steps] of one-row forwards."""
-    margins = [[r.margin[0] for r in trace.routes.values()] for trace in traces]
-    return np.array(margins, np.float64).reshape(len(traces), -1).T
+def routes(traces: list[Trace], key: str) -> np.ndarray:
+    """[steps, MoE layers, ...] of one-row forwards."""
+    rows = [[getattr(r, key)[0] for r in trace.routes.values()] for trace in traces]
+    return np.array(rows, np.int64 if key == "ids" else np.float64)
 
 
 def summary(results: dict[str, np.ndarray]) -> dict[str, str]:

@@ -150,14 +150,12 @@ def test_trees_return_what_autoregression_returns(number, dtype, device):
             case.batch,
             budget=case.budget,
             tree=tree,
-            chain_seed=case.rng.random() < 0.3,
+            chain_seed=name == "oracle" or case.rng.random() < 0.3,
         )
         shuffle_pages(engine, case.rng)
         got = engine.generate(case.prompts, case.params)
         assert outcome(got) == outcome(want), name
         rounds[name] = sum(r.metrics.rounds for r in got)
-    tokens = sum(len(r.token_ids) for r in want)
-    assert rounds["wrong"] == tokens
     least = sum(-(-len(r.token_ids) // (min(case.depth, case.budget) + 1)) for r in want)
     assert rounds["oracle"] == least
 

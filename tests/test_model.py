@@ -1,8 +1,9 @@
 """The model against the oracle, variant by variant: streams, routing, logits, continuations.
 
 Where a decision (an expert, a token) hangs on less than the run's own error, the oracle's choice
-and ours may differ and both be right; everywhere else they must agree. A row whose experts differ
-is no longer compared, nor what attends to it.
+and ours may differ and both be right; everywhere else they must agree. In bfloat16 such decisions
+are many, and one of them makes all that follows incomparable: there the experts are compared, and
+then the oracle's are used.
 """
 
 import numpy as np
@@ -28,8 +29,10 @@ def float64(x: torch.Tensor) -> np.ndarray:
 class Run:
     """One forward of known tokens, everything watched."""
 
-    def __init__(self, name: str, ids: np.ndarray, device: torch.device, dtype: str):
+    def __init__(self, name, ids, device, dtype: str, forced: dict | None = None):
+        """forced: the oracle's (ids, weights) by layer, to be used after our own are kept."""
         dtype = getattr(torch, dtype)
+        self.forced = forced
         self.model = load_model(variant(name), device=device, dtype=dtype)
         c = self.model.config
         cache = KvCache(
@@ -59,6 +62,10 @@ class Run:
     def _route(self, i: int):
         def hook(module, args, out):
             self.routed[i] = [t.cpu().numpy() for t in out]
+            if self.forced:
+                return tuple(
+                    torch.tensor(f).to(t) for f, t in zip(self.forced[i], out, strict=True)
+                )
 
         return hook
 
@@ -95,90 +102,102 @@ def assert_near(what: str, got: np.ndarray, want: np.ndarray, limit: float) -> N
     assert off.max() <= limit, f"{what}: row {off.argmax()} off by {off.max():.3g} of {limit:.3g}"
 
 
-def compare_routing(run: Run, want: dict, i: int, clean: np.ndarray) -> np.ndarray:
-    """Asserts equal experts where the margin decides; returns the rows whose experts are equal."""
+def compare_routing(run: Run, want: dict, i: int) -> None:
+    """Asserts the oracle's experts wherever the margin decides, and their weights."""
     ids, weights = run.routed[i]
-    want_ids, want_weights = (want[f"layers.{i}.router.{k}"] for k in ("ids", "weights"))
+    want_ids, want_weights, margin = (
+        want[f"layers.{i}.router.{k}"] for k in ("ids", "weights", "margin")
+    )
+    stream = want[f"layers.{i}.after_attention"]
     scores = choice_scores(run.scores[i], run.model, i)
-    error = np.abs(scores - oracle_scores(want[f"layers.{i}.after_attention"], run.model, i))
-    error = error[clean].max(initial=0)
-    decided = want[f"layers.{i}.router.margin"] > 2 * error
+    error = np.abs(scores - oracle_scores(stream, run.model, i)).max()
     same = (np.sort(ids, -1) == np.sort(want_ids, -1)).all(-1)
-    assert same[clean & decided].all(), f"layer {i}: experts differ beyond the margin"
+    assert same[margin > 2 * error].all(), f"layer {i}: experts differ beyond the margin"
+    assert run.forced or same.all()
     got = np.take_along_axis(weights, np.argsort(ids, -1), -1)
     expected = np.take_along_axis(want_weights, np.argsort(want_ids, -1), -1)
-    both = clean & same
     limit = model_limit(run.model.embed_tokens.dtype, i + 1)
-    assert_near(f"layer {i} router weights", got[both], expected[both], limit)
-    return same
+    assert_near(f"layer {i} router weights", got[same], expected[same], limit)
+
+
+def oracle_routes(want: dict, kind: str | None = None) -> dict:
+    """(ids, weights) by layer, of the prompt and, where kind is given, of its continuation."""
+    routes = {}
+    layers = sorted(int(k.split(".")[1]) for k in want if k.endswith("router.ids"))
+    for m, i in enumerate(layers):
+        parts = [want[f"layers.{i}.router.{key}"] for key in ("ids", "weights")]
+        if kind:
+            more = [want[f"{kind}.router_{key}"][:, m] for key in ("ids", "weights")]
+            parts = [np.concatenate(p) for p in zip(parts, more, strict=True)]
+        routes[i] = parts
+    return routes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", names())
 def test_streams_routing_and_logits(name, dtype, device):
     want = golden(name)
-    run = Run(name, want["prompt.ids"], device, dtype)
-    T = len(want["prompt.ids"])
-    clean = np.ones(T, bool)
+    forced = oracle_routes(want) if dtype == "bfloat16" else None
+    run = Run(name, want["prompt.ids"], device, dtype, forced)
     for i in range(run.model.config.layers):
         limit = model_limit(getattr(torch, dtype), i + 1)
-        for part, got in (("attention", run.after_attention), ("mlp", run.after_mlp)):
-            if part == "mlp" and i in run.routed:
-                clean &= compare_routing(run, want, i, clean)
-            key = f"layers.{i}.after_{part}"
-            assert_near(key, got[i][clean], want[key][clean], limit)
-        if not clean.all():
-            clean[clean.argmin() :] = False  # later rows attend to the first that differs
-    assert dtype == "bfloat16" or clean.all()
-    logits = float64(run.logits[0])
+        key = f"layers.{i}.after_attention"
+        assert_near(key, run.after_attention[i], want[key], limit)
+        if i in run.routed:
+            compare_routing(run, want, i)
+        key = f"layers.{i}.after_mlp"
+        assert_near(key, run.after_mlp[i], want[key], limit)
     limit = model_limit(getattr(torch, dtype), run.model.config.layers + 1)
-    assert_near("logits", logits[clean], want["prompt.logits"][clean], limit)
+    assert_near("logits", float64(run.logits[0]), want["prompt.logits"], limit)
 
 
-def continuation(name: str, kind: str, dtype: str, device) -> tuple[np.ndarray, np.ndarray, float]:
-    """Tokens drawn along the oracle's continuation, where its margins decide, and up to where a
-    free run must agree."""
-    want = golden(name)
-    prompt, ids = want["prompt.ids"], want[f"{kind}.ids"]
-    run = Run(name, np.concatenate([prompt, ids[:-1]]), device, dtype)
-    logits = run.logits[:, len(prompt) - 1 :].contiguous()
-    error = np.abs(float64(logits[0]) - want[f"{kind}.logits"]).max()
-    seed = int(want["metadata"]["sample_seed"])
-    position = torch.arange(len(prompt) - 1, len(prompt) + 63, dtype=torch.int32, device=device)
-
-    def one(value, dtype):
-        return torch.tensor([value], dtype=dtype, device=device)
-
-    token, _, finite = ops.sample(
-        logits,
-        position[None],
-        one(seed, torch.int64),
-        one(float(kind == "sampled"), torch.float32),
-        one(0, torch.int32),
-        one(1.0, torch.float32),
-        one(0.0, torch.float32),
-    )
+def draws(logits: torch.Tensor, prompt: int, kind: str, seed: int) -> np.ndarray:
+    """The tokens that rows prompt - 1 and on draw. logits: [1, rows, W]"""
+    device = logits.device
+    logits = logits[:, prompt - 1 :].contiguous()
+    position = torch.arange(logits.shape[1], dtype=torch.int32, device=device) + prompt - 1
+    values = (seed, float(kind == "sampled"), 0, 1.0, 0.0)
+    dtypes = (torch.int64, torch.float32, torch.int32, torch.float32, torch.float32)
+    values = [
+        torch.tensor([v], dtype=t, device=device) for v, t in zip(values, dtypes, strict=True)
+    ]
+    token, _, finite = ops.sample(logits, position[None], *values)
     assert finite.all()
-    return token[0].cpu().numpy(), want[f"{kind}.margin"] > 2 * error, error
+    return token[0].cpu().numpy()
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", names())
 def test_continuation(name, dtype, kind, device):
+    """Along the oracle's continuation: its logits, and its tokens wherever its margin decides."""
     want = golden(name)
-    ids = want[f"{kind}.ids"]
-    token, decided, error = continuation(name, kind, dtype, device)
+    prompt, ids = want["prompt.ids"], want[f"{kind}.ids"]
+    forced = oracle_routes(want, kind) if dtype == "bfloat16" else None
+    known = np.concatenate([prompt, ids[:-1]])
+    run = Run(name, known, device, dtype, forced)
+    got, expected = float64(run.logits[0, len(prompt) - 1 :]), want[f"{kind}.logits"]
+    limit = model_limit(getattr(torch, dtype), run.model.config.layers + 1)
+    assert_near("logits", got, expected, limit)
+    error = np.abs(got - expected).max()
+    decided = want[f"{kind}.margin"] > 2 * error
+    assert decided.mean() > (0.99 if dtype == "float32" else 0.3)
+    token = draws(run.logits, len(prompt), kind, int(want["metadata"]["sample_seed"]))
     assert (token == ids)[decided].all(), f"off where the margin is over 2 x {error:.3g}"
-    assert decided.mean() > (0.9 if dtype == "float32" else 0.2), f"blind: error {error:.3g}"
 
-    engine = Engine(variant(name), device=str(device), dtype=dtype, max_seq_len=len(ids) + 200)
-    params = SamplingParams(
-        max_tokens=64,
-        temperature=float(kind == "sampled"),
-        seed=int(want["metadata"]["sample_seed"]),
-        ignore_eos=True,
-    )
-    free = np.array(engine.generate(want["prompt.ids"].tolist(), params).token_ids)
-    agreed = len(ids) if decided.all() else int(decided.argmin())
-    assert (free[:agreed] == ids[:agreed]).all()
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", names())
+def test_free_run(name, dtype, kind, device):
+    """What the engine emits: the oracle's tokens in float32, and always what the model draws when
+    the whole text is prefilled at once."""
+    want = golden(name)
+    prompt, seed = want["prompt.ids"], int(want["metadata"]["sample_seed"])
+    engine = Engine(variant(name), device=str(device), dtype=dtype, max_seq_len=len(prompt) + 64)
+    params = SamplingParams(temperature=float(kind == "sampled"), seed=seed, ignore_eos=True)
+    free = np.array(engine.generate(prompt.tolist(), params).token_ids)
+    if dtype == "float32":
+        assert (free == want[f"{kind}.ids"]).all()
+    run = Run(name, np.concatenate([prompt, free[:-1]]), device, dtype)
+    assert (draws(run.logits, len(prompt), kind, seed) == free).all()
