@@ -142,7 +142,8 @@ class Engine:
                     request = running[b]
                     if request is None:
                         continue
-                    trace = done.trace(b) if request.completion.trace is not None else None
+                    traced = request.completion.trace is not None
+                    trace = done.trace(b, emitted) if traced else None
                     yield request, request.accept(emitted, trace)
                     if request.completion.finish_reason == "error":
                         raise NumericsError(*request.failure())

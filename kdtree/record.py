@@ -51,14 +51,12 @@ class Round:
             [dict(zip(token[b][j], logprob[b][j], strict=True)) for j in range(J)] for b in range(B)
         ]
 
-    def trace(self, b: int) -> RoundTrace:
-        """The tree of sequence b, for drawing."""
-        tree, path = self.tree, self.path
-        length = int(path.length[b])
+    def trace(self, b: int, emitted: Emitted) -> RoundTrace:
+        """The tree of sequence b and what was kept of it, for drawing."""
         return RoundTrace(
-            token=tree.token[b].tolist(),
-            parent=tree.parent[b].tolist(),
-            score=tree.score[b].tolist(),
-            path=path.node[b, :length].tolist(),
-            emitted=path.token[b, :length].tolist(),
+            token=self.tree.token[b].tolist(),
+            parent=self.tree.parent[b].tolist(),
+            score=self.tree.score[b].tolist(),
+            path=self.path.node[b, : len(emitted.token_ids)].tolist(),
+            emitted=emitted.token_ids,
         )

@@ -280,6 +280,6 @@ def test_metrics(device):
     assert all(seconds > 0 for seconds in m.phases.values())
     assert 0 < m.ttft_s and 0 < m.decode_s
     trace = got.completions[0].trace
-    assert [len(r.emitted) for r in trace] == [8, 8, 8, 8, 8]
+    assert [len(r.emitted) for r in trace] == [8, 8, 8, 8, 1]
     assert trace[0].emitted == truth.token_ids[:8]
     assert trace[0].path == list(range(8)) and trace[0].parent == list(range(-1, 7))
