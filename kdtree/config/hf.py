@@ -6,7 +6,8 @@ from pathlib import Path
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
 from kdtree.errors import ConfigError
 
-FAMILIES = ("deepseek_v3", "deepseek_v2")
+FAMILIES = {"deepseek_v3": "deepseek_v3", "deepseek_v2": "deepseek_v2", "kimi_k2": "deepseek_v3"}
+WRAPPERS = ("kimi_k25",)  # a text model under text_config, beside a vision tower
 INNER_NORM_EPS = 1e-6  # what the reference code builds the two inner norms with
 
 # Keys that change nothing here: training, other runtimes, or what the family fixes already.
@@ -36,10 +37,16 @@ def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
 
     Raises ConfigError on an architecture, key or value that is not supported.
     """
+    wrapped = config.get("model_type") in WRAPPERS
+    if wrapped:
+        quantization = {k: v for k, v in config.items() if k == "quantization_config"}
+        config = _Keys(config).take("text_config") | quantization
     keys = _Keys(config)
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError(f"model_type is {family!r}, supported: {', '.join(FAMILIES)}")
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        supported = ", ".join((*FAMILIES, *WRAPPERS))
+        raise ConfigError(f"model_type is {kind!r}, supported: {supported}")
+    family = FAMILIES[kind]
     keys.one_of("hidden_act", ("silu",), "silu")
     keys.one_of("attention_bias", (False,), False)
     eos = (
@@ -59,6 +66,8 @@ def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
         eos_ids=tuple(dict.fromkeys(eos)),
         mla=_mla(keys, family),
         moe=_moe(keys, family, layers),
+        prefix="language_model." if wrapped else "",
+        skipped=("vision_tower.", "mm_projector.") if wrapped else (),
     )
     _quantization(keys.take("quantization_config", None))
     if keys.unread():

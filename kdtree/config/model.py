@@ -85,6 +85,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     mla: MlaConfig
     moe: MoeConfig | None  # None where every layer is dense
+    prefix: str  # of the checkpoint's tensor names
+    skipped: tuple[str, ...]  # prefixes of tensors that are no part of the text model
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.moe.first_layer

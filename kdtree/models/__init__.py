@@ -24,4 +24,5 @@ def load_model(directory: Path, *, device, dtype, positions: int | None = None) 
     def build(weights):
         return family(config, weights, positions or config.max_positions)
 
-    return load(Checkpoint(Path(directory)), build, device=device, dtype=dtype)
+    checkpoint = Checkpoint(Path(directory), config.prefix, config.skipped)
+    return load(checkpoint, build, device=device, dtype=dtype)

@@ -27,13 +27,15 @@ DTYPES = {
 class Checkpoint:
     """The tensors of a model directory.
 
+    prefix: of all names, left out here; skipped: prefixes of tensors that are as good as not there
     shapes, dtypes: by name, from the headers alone; a dtype that no model here has is its name
     Raises CheckpointError, naming every offender, on a missing or unreadable file, a tensor that
     the index places in a file that lacks it, or one that the index does not know.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, prefix: str = "", skipped: tuple[str, ...] = ()):
         self.directory = Path(directory)
+        self.prefix = prefix
         self._files = {}
         self._where = self._read_index()
         problems = []
@@ -43,16 +45,20 @@ class Checkpoint:
         if problems:
             raise CheckpointError(f"{self.directory}: " + "; ".join(problems))
         self.shapes, self.dtypes = {}, {}
-        for name, file in self._where.items():
-            stored = self._files[file].get_slice(name)
+        for stored_name, file in self._where.items():
+            if stored_name.startswith(skipped):
+                continue
+            stored = self._files[file].get_slice(stored_name)
+            name = stored_name.removeprefix(prefix)
             self.shapes[name] = tuple(stored.get_shape())
             self.dtypes[name] = DTYPES.get(stored.get_dtype(), stored.get_dtype())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._where
+        return name in self.shapes
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, on the CPU, as stored."""
+        name = self.prefix + name
         return self._files[self._where[name]].get_tensor(name)
 
     def _read_index(self) -> dict[str, str]:

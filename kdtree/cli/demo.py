@@ -1,0 +1,186 @@
+"""Plain and tree decoding of one prompt side by side: same tokens, fewer forwards.
+
+Runs the prompt autoregressively (AR) and with draft trees (DDTree), checks that both give the same
+tokens (exit code 1 if not), and shows the texts, a round's tree, and where the gain comes from.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kdtree import Engine, Result, SamplingParams
+from kdtree.cli import draw, options
+
+PROMPT = '''def read_config(path, encoding="utf-8"):
+    """Read the configuration file at *path* and return its settings as a dictionary.
+
+'''
+DRAFTER = "ngram"
+WARM_UP = 8  # tokens generated before the clock counts
+RUNS = 3
+NGRAM = "the ngram drafter looks the last tokens up in the text so far; it is not trained"
+ORACLE = "UPPER BOUND: the oracle drafter is fed with the tokens of the AR run, as none can be"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafter", default=DRAFTER, help=f"default {DRAFTER}; oracle[:ACCURACY]")
+    options.add_engine(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed
+    )
+    with draw.progress(3) as begin:
+        begin("autoregressive")
+        ar = _timed(options.plain(arguments), arguments.prompt, params)
+        begin("draft trees")
+        truth = [ar.prompt_token_ids + ar.token_ids]
+        engine = options.engine(arguments, options.drafter(arguments.drafter, truth))
+        tree = _timed(engine, arguments.prompt, params)
+        begin("a round to show")
+        traced = None if arguments.json else engine.generate(arguments.prompt, params, trace=True)
+    identical = ar.token_ids == tree.token_ids
+    if arguments.json:
+        print(json.dumps(_facts(arguments, engine, ar, tree, identical)))
+    else:
+        _show(arguments, engine, ar, tree, traced)
+    if not identical:
+        first = _first_difference(ar.token_ids, tree.token_ids)
+        print(
+            f"kdtree: THE TOKENS DIFFER from token {first} on: DDTree is not lossless here. "
+            "This is a bug.",
+            file=sys.stderr,
+        )
+    return 0 if identical else 1
+
+
+def _timed(engine: Engine, prompt: str, params: SamplingParams) -> Result:
+    """The fastest of some runs, after a short one that pays for what happens only once."""
+    engine.generate(prompt, replace(params, max_tokens=min(WARM_UP, params.max_tokens)))
+    runs = (engine.generate(prompt, params) for _ in range(RUNS))
+    return min(runs, key=lambda result: result.metrics.decode_s)
+
+
+def gain(ar, tree) -> dict[str, float | None]:
+    """The speed-up of one run's Metrics over another's, as the product of its two causes.
+
+    None where a run was too short for any.
+    """
+    if not (ar.rounds and tree.rounds and ar.decode_s and tree.decode_s):
+        return dict.fromkeys(("speedup", "fewer_forwards", "forward_time_ratio"))
+    fewer = ar.rounds / tree.rounds
+    cost = (ar.decode_s / ar.rounds) / (tree.decode_s / tree.rounds)
+    return {"speedup": fewer * cost, "fewer_forwards": fewer, "forward_time_ratio": cost}
+
+
+def _facts(arguments, engine, ar: Result, tree: Result, identical: bool) -> dict:
+    return {
+        "identical": identical,
+        "prompt": arguments.prompt,
+        "drafter": arguments.drafter,
+        "upper_bound": options.is_oracle(arguments.drafter),
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "ar": _side(ar),
+        "ddtree": _side(tree) | {"acceptance_length": tree.metrics.acceptance_length},
+        **gain(ar.metrics, tree.metrics),
+    }
+
+
+def _side(result: Result) -> dict:
+    metrics = result.metrics
+    return {
+        "forwards": metrics.rounds,
+        "seconds": metrics.decode_s,
+        "tokens": metrics.tokens,
+        "text": result.text,
+    }
+
+
+def _show(arguments, engine, ar: Result, tree: Result, traced: Result) -> None:
+    console = Console(highlight=False)
+    dtype = str(engine.dtype).removeprefix("torch.")
+    console.print(f"[bold]{engine.device}, {dtype}, drafter {arguments.drafter}[/bold]")
+    if options.is_oracle(arguments.drafter):
+        console.print(ORACLE, style="bold yellow")
+    elif arguments.drafter == "ngram":
+        console.print(NGRAM)
+    console.print(_texts(arguments.prompt, ar, tree))
+    if ar.token_ids == tree.token_ids:
+        console.print(f"The {len(ar.token_ids)} tokens are identical.", style="bold green")
+    else:
+        console.print("THE TOKENS DIFFER.", style="bold red")
+    if repeated := _repeated(ar.token_ids):
+        console.print(f"The text repeats itself ({repeated:.0%} of its 4-grams): easy to draft.")
+    if rounds := traced.completions[0].trace:
+        number = max(range(len(rounds)), key=lambda i: (len(rounds[i].path), len(rounds[i].token)))
+        console.print(
+            f"\nRound {number + 1} of {len(rounds)}, tokens by one forward: "
+            f"{len(rounds[number].emitted)}. "
+            "At each node, the drafter's log-probability of the path to it."
+        )
+        console.print(draw.tree(rounds[number], engine.tokenizer))
+    console.print(_table(ar, tree))
+    _explain(console, ar.metrics, tree.metrics)
+
+
+def _texts(prompt: str, ar: Result, tree: Result) -> Table:
+    table = Table("AR", "DDTree", expand=True)
+    for column in table.columns:
+        column.ratio, column.overflow = 1, "fold"
+    cells = (Text.assemble((draw.safe(prompt), "dim"), draw.safe(r.text)) for r in (ar, tree))
+    table.add_row(*cells)
+    return table
+
+
+def _table(ar: Result, tree: Result) -> Table:
+    table = Table("", "forwards", "tokens a forward", "seconds", "tokens/s", "ms a forward")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, metrics in (("AR", ar.metrics), ("DDTree", tree.metrics)):
+        table.add_row(
+            name,
+            str(metrics.rounds),
+            f"{metrics.acceptance_length:.2f}",
+            f"{metrics.decode_s:.3f}",
+            f"{metrics.tokens_per_s:.1f}",
+            f"{1e3 * metrics.decode_s / max(metrics.rounds, 1):.2f}",
+        )
+    return table
+
+
+def _explain(console: Console, ar, tree) -> None:
+    parts = gain(ar, tree)
+    if parts["speedup"] is None:
+        return
+    console.print(
+        f"Speed-up {parts['speedup']:.2f} at acceptance length {tree.acceptance_length:.2f} "
+        f"= {parts['fewer_forwards']:.2f} by fewer forwards "
+        f"x {parts['forward_time_ratio']:.2f} by the time of a forward "
+        "(drafting, more rows and the walk included)."
+    )
+
+
+def _repeated(tokens: list[int]) -> float:
+    """The share of 4-grams that occurred before, 0 where it is too small to matter."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
+    share = 1 - len(set(grams)) / len(grams) if grams else 0
+    return share if share > 0.3 else 0
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

@@ -1,0 +1,126 @@
+"""Continues a prompt and writes the text as it comes.
+
+The prompt is the argument or else stdin, as it is. stdout holds nothing but text; statistics, trees
+and log-probabilities go to stderr.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kdtree import Completion, Engine, SamplingParams
+from kdtree.cli import draw, options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="stdin if left out")
+    parser.add_argument("--drafter", default="none", help="none (default), ngram, ...")
+    options.add_engine(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, metavar="N", help="default: to the context's end"
+    )
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument("--n", type=int, default=1, help="completions")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
+    sampling.add_argument(
+        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", dest="stop_token_ids"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true")
+    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
+    sampling.add_argument("--logprobs", type=int, metavar="K", help="list the K best of each token")
+    parser.add_argument("--stats", action="store_true", help="statistics, on stderr")
+    parser.add_argument("--trace", action="store_true", help="every round's tree, on stderr")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        n=arguments.n,
+        stop=tuple(arguments.stop),
+        stop_token_ids=tuple(arguments.stop_token_ids),
+        ignore_eos=arguments.ignore_eos,
+        min_tokens=arguments.min_tokens,
+        logprobs=arguments.logprobs,
+    )
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    with draw.progress(1) as begin:
+        begin("loading the model")
+        engine = options.engine(arguments, arguments.drafter)
+    if params.n > 1 or params.logprobs is not None or arguments.trace:
+        _whole(engine, prompt, params, arguments)
+    else:
+        _stream(engine, prompt, params, arguments.stats)
+    return 0
+
+
+def _stream(engine: Engine, prompt: str, params: SamplingParams, stats: bool) -> None:
+    start = time.perf_counter()
+    first = last = start
+    sizes = []  # tokens of each round
+    for chunk in engine.stream(prompt, params):
+        draw.write(chunk.text)
+        last = time.perf_counter()
+        first = last if not sizes else first
+        sizes.append(len(chunk.token_ids))
+    draw.write("\n")
+    if stats and sizes:
+        rate = sum(sizes[1:]) / (last - first) if last > first else 0.0
+        _print_stats(sum(sizes), len(sizes), first - start, rate, Counter(sizes))
+
+
+def _whole(engine: Engine, prompt: str, params: SamplingParams, arguments) -> None:
+    """What a stream does not carry: several completions, log-probabilities, trees."""
+    with draw.progress(1) as begin:
+        begin("generating")
+        result = engine.generate(prompt, params, trace=arguments.trace)
+    console = Console(stderr=True, highlight=False)
+    for completion in result.completions:
+        if params.n > 1:
+            draw.write(f"--- completion {completion.index + 1} of {params.n}\n")
+        draw.write(completion.text + "\n")
+        for number, trace in enumerate(completion.trace or ()):
+            console.print(f"round {number + 1}, tokens: {len(trace.emitted)}")
+            console.print(draw.tree(trace, engine.tokenizer))
+        if completion.logprobs is not None:
+            console.print(_logprobs(completion, engine.tokenizer))
+        if arguments.stats:
+            m = completion.metrics
+            counts = dict(enumerate(m.histogram))
+            _print_stats(m.tokens, m.rounds, m.ttft_s, m.tokens_per_s, counts)
+
+
+def _print_stats(tokens: int, rounds: int, first_s: float, rate: float, sizes: dict) -> None:
+    """sizes: how many rounds emitted how many tokens"""
+    spread = ", ".join(f"{size}: {sizes[size]}" for size in sorted(sizes) if sizes[size])
+    print(
+        f"{tokens} tokens in {rounds} rounds, acceptance length {tokens / max(rounds, 1):.2f}; "
+        f"first after {first_s:.3f} s, then {rate:.1f} tokens/s\n"
+        f"rounds by tokens emitted: {spread}",
+        file=sys.stderr,
+    )
+
+
+def _logprobs(completion: Completion, tokenizer) -> Table:
+    table = Table("token", "log-probability", "best")
+    for id, best in zip(completion.token_ids, completion.logprobs, strict=True):
+        ranked = sorted(best.items(), key=lambda item: -item[1])
+        names = "  ".join(f"{draw.token(tokenizer, i)} {value:.3f}" for i, value in ranked)
+        own = f"{best[id]:.3f}" if id in best else ""
+        table.add_row(*map(Text, (draw.token(tokenizer, id), own, names)))
+    return table

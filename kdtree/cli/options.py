@@ -1,0 +1,50 @@
+"""Options that several commands share, and the engines and drafters that they name."""
+
+import argparse
+
+from kdtree import Engine, OracleConfig
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="model directory (default: the demo model)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument(
+        "--budget", type=_budget, default="auto", metavar="N", help="draft nodes a round, or auto"
+    )
+    parser.add_argument("--tree", default="best-first", help="best-first or chain")
+
+
+def engine(arguments: argparse.Namespace, drafter: str | OracleConfig) -> Engine:
+    return Engine(
+        arguments.model,
+        drafter=drafter,
+        budget=arguments.budget,
+        tree=arguments.tree,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
+
+
+def plain(arguments: argparse.Namespace) -> Engine:
+    """Without a drafter, which a budget would contradict."""
+    return Engine(arguments.model, device=arguments.device, dtype=arguments.dtype)
+
+
+def drafter(name: str, truth: list[list[int]]) -> str | OracleConfig:
+    """The drafter of a name; "oracle" and "oracle:0.8" (its accuracy) are fed with `truth`.
+
+    truth: prompt and continuation, tokens, of each sequence that will be generated
+    """
+    kind, _, accuracy = name.partition(":")
+    if kind != "oracle":
+        return name
+    return OracleConfig(truth=tuple(map(tuple, truth)), accuracy=float(accuracy or 1))
+
+
+def is_oracle(name: str) -> bool:
+    return name.partition(":")[0] == "oracle"
+
+
+def _budget(text: str) -> int | str:
+    return text if text == "auto" else int(text)
