@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +29,14 @@ def variant(name: str) -> Path:
     """The directory of a variant, generated if it is not there."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:12]
     out = ROOT / "build/variants" / digest / name
-    if not (out / "golden.safetensors").is_file():
-        command = [sys.executable, SCRIPT, "--variant", name, "--out", out]
+    if not out.is_dir():
+        made = out.with_name(f"{name}.{os.getpid()}")  # whole or not there: tests run in parallel
+        command = [sys.executable, SCRIPT, "--variant", name, "--out", made]
         subprocess.run(command, capture_output=True, check=True)
+        try:
+            made.rename(out)
+        except OSError:
+            shutil.rmtree(made)
     return out
 
 
