@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kThreads)
     swiglu_kernel(const __grid_constant__ SwigluParams p) {
   const int64_t row = blockIdx.x;
   const int f = (blockIdx.y * kThreads + threadIdx.x) * kVec<Element>;
+  if (f >= p.F) return;
   const auto* x = static_cast<const Element*>(p.x) + row * 2 * p.F;
   auto* y = static_cast<Element*>(p.y) + row * p.F;
 
