@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         min_tokens=arguments.min_tokens,
         logprobs=arguments.logprobs,
     )
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    prompt = _read() if arguments.prompt is None else arguments.prompt
     with draw.progress(1) as begin:
         begin("loading the model")
         engine = options.engine(arguments, arguments.drafter)
@@ -67,6 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _stream(engine, prompt, params, arguments.stats)
     return 0
+
+
+def _read() -> str:
+    if sys.stdin.isatty():
+        print("kdtree: type the prompt, then end of file (Ctrl-D)", file=sys.stderr)
+    return sys.stdin.read()
 
 
 def _stream(engine: Engine, prompt: str, params: SamplingParams, stats: bool) -> None:

@@ -35,7 +35,10 @@ def time_us(fn: Callable[[], object], device: torch.device) -> float:
     CUDA: of a graph of calls, so no launch from the host counts; fn must be capturable, and it
     sees warm caches unless it turns to another buffer at each call. CPU: wall time, warm.
     """
-    return _time_cuda(fn) if device.type == "cuda" else _time_cpu(fn)
+    if device.type != "cuda":
+        return _time_cpu(fn)
+    with torch.cuda.device(device):
+        return _time_cuda(fn)
 
 
 def peaks(device: torch.device) -> Peaks:

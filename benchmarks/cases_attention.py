@@ -1,0 +1,97 @@
+"""Attention over the latent cache."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import eager
+import numpy as np
+import torch
+from cases import EPS, Bench, Case, turning
+
+from kdtree import ops
+
+
+def mla_query(b: Bench) -> Iterator[Case]:
+    s, rope = b.size, b.rope()
+    for T in s.rows:
+        q, w = b.rand(T, s.H, s.P + s.R), b.rand(s.H, s.C, s.P, scale=s.P**-0.5)
+        position = b.ints(T, high=len(rope))
+        weights = b.copies(w)
+        run = turning(lambda w, q=q, p=position: ops.mla_query(q, w, rope, p, False), weights)
+        plain = turning(lambda w, q=q, p=position: eager.mla_query(q, w, rope, p), weights)
+        b.close("mla_query", run(), plain())
+        moved = s.H * (s.C * s.P + T * (s.P + s.C + 2 * s.R)) * b.e
+        shape = {"T": T, "H": s.H, "P": s.P, "C": s.C, "R": s.R}
+        yield Case(shape, run, moved, 2 * T * s.H * s.C * s.P, ("eager", plain), weights=b.name)
+
+
+def mla_append(b: Bench) -> Iterator[Case]:
+    s, rope = b.size, b.rope()
+    for T in s.rows:
+        cache = torch.zeros(4, 64, s.C + s.R, device=b.device, dtype=b.dtype)
+        kv, w, slot = b.rand(T, s.C + s.R), b.rand(s.C), b.tensor(range(70, 70 + T))
+        head = kv, w, EPS, rope, b.ints(T, high=len(rope)), slot
+        run, plain = (
+            partial(ops.mla_append, cache, *head, False),
+            partial(eager.mla_append, cache, *head),
+        )
+        plain()
+        want = cache.clone()
+        cache.zero_()
+        run()
+        b.close("mla_append", cache, want)
+        moved = 2 * T * (s.C + s.R) * b.e
+        yield Case({"T": T, "C": s.C, "R": s.R}, run, moved, 0, ("eager", plain))
+
+
+def mla_attention(b: Bench) -> Iterator[Case]:
+    s = b.size
+    for S in s.contexts:
+        for N in s.nodes:
+            yield _attention(b, s.H, S, N, tree=True)
+    yield _attention(b, s.H, s.contexts[0] // 2, s.contexts[0] // 8, tree=False)  # prefill
+    if s.H > 8:
+        yield _attention(b, 8, s.contexts[-1], 16, tree=True)  # heads of one GPU of eight
+
+
+def _attention(b: Bench, H: int, S: int, N: int, tree: bool) -> Case:
+    s = b.size
+    Z, pages = s.C + s.R, -(-(S + N) // 64)
+    q, caches = b.rand(1, N, H, Z), b.copies(b.rand(pages, 64, Z))
+    table = b.tensor([list(range(pages))[::-1]])
+    words, mask = _ancestors(N) if tree else (None, np.tri(N, dtype=bool))
+    mask = torch.cat([torch.ones(N, S, dtype=torch.bool), torch.from_numpy(mask)], 1).to(b.device)
+    words = b.tensor([words], torch.int64) if tree else None
+    context, scale = b.tensor([S]), Z**-0.5
+    order = table[0].long()
+    run = turning(lambda c: ops.mla_attention(q, c, table, context, words, s.C, scale), caches)
+    plain = turning(lambda c: eager.mla_attention(q, c, order, mask, s.C, scale), caches)
+    b.close("mla_attention", run(), plain())
+    moved = ((S + N) * Z + N * H * (Z + s.C)) * b.e
+    flops = 2 * H * int(mask.sum()) * (Z + s.C)
+    return Case({"B": 1, "H": H, "S": S, "N": N}, run, moved, flops, ("eager", plain))
+
+
+def _ancestors(N: int) -> tuple[list[int], np.ndarray]:
+    """A tree whose node n hangs under n / 2: ancestor words, and the mask that they say."""
+    words = [1]
+    for n in range(1, N):
+        words.append(words[n // 2] | 1 << n)
+    mask = np.array([[word >> m & 1 for m in range(N)] for word in words], dtype=bool)
+    return [word - 2**64 if word >= 2**63 else word for word in words], mask
+
+
+def kv_compact(b: Bench) -> Iterator[Case]:
+    s, J, S = b.size, 8, 100
+    cache = b.rand(s.L, 4, 64, s.C + s.R)
+    path = [2 * i for i in range(J)]  # the root stays, seven rows move
+    table, context = b.tensor([[0, 1, 2, 3]]), b.tensor([S])
+    run = partial(ops.kv_compact, cache, table, context, b.tensor([path]), b.tensor([J]))
+    source, target = b.tensor([S + n for n in path[1:]]), b.tensor(range(S + 1, S + J))
+    want = cache.clone()
+    eager.kv_compact(want, source, target)
+    run()
+    b.close("kv_compact", cache, want)
+    moved = 2 * s.L * (J - 1) * (s.C + s.R) * b.e
+    plain = partial(eager.kv_compact, cache, source, target)
+    yield Case({"L": s.L, "B": 1, "J": J, "Z": s.C + s.R}, run, moved, 0, ("eager", plain))

@@ -1,0 +1,140 @@
+"""The ops in eager torch, or in plain Python where torch has none: baselines and checks.
+
+They take what the ops take, for one sequence. The products are torch's own (cuBLAS on CUDA).
+"""
+
+import heapq
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, w.shape, w, eps), total
+
+
+def linear(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    if w.dim() == 2:
+        return F.linear(x.to(w.dtype), w).to(out_dtype or x.dtype)
+    return torch.einsum("tgi,goi->tgo", x, w)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def int4_weights(codes: Tensor, scale: Tensor) -> Tensor:
+    """The weights of compressed-tensors INT4 codes, [..., O, I], in the scale's dtype."""
+    shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32)
+    values = ((codes[..., None] >> shifts) & 15).flatten(-2) - 8
+    return values.to(scale.dtype) * scale.repeat_interleave(32, -1)
+
+
+def moe_route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Sigmoid scores, one group, weights that add up to scale."""
+    scores = logits.sigmoid()
+    ids = (scores + bias).topk(k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale
+
+
+def moe_experts(
+    x: Tensor, ids: list[list[int]], weights: Tensor, gate_up: list | Tensor, down: list | Tensor
+) -> Tensor:
+    """gate_up, down: each expert's matrices, by id"""
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for t, chosen in enumerate(ids):
+        for k, e in enumerate(chosen):
+            hidden = swiglu(F.linear(x[t : t + 1], gate_up[e]))
+            y[t] += weights[t, k] * F.linear(hidden, down[e])[0].float()
+    return y.to(x.dtype)
+
+
+def rotate(x: Tensor, rope: Tensor, position: Tensor) -> Tensor:
+    """Pairs (i, i + R / 2) of the last dimension, x: [T, ..., R]."""
+    cos, sin = rope[position].view(len(x), *[1] * (x.dim() - 2), -1).chunk(2, -1)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def mla_query(q: Tensor, w_uk: Tensor, rope: Tensor, position: Tensor) -> Tensor:
+    nope, rest = q.split([w_uk.shape[2], rope.shape[1]], -1)
+    latent = torch.einsum("thp,hcp->thc", nope, w_uk)
+    return torch.cat([latent, rotate(rest, rope, position)], -1)
+
+
+def mla_append(
+    cache: Tensor, kv: Tensor, w: Tensor, eps: float, rope: Tensor, position: Tensor, slot: Tensor
+) -> None:
+    latent, rest = kv.split([len(w), rope.shape[1]], -1)
+    rows = torch.cat([F.rms_norm(latent, w.shape, w, eps), rotate(rest, rope, position)], -1)
+    cache.view(-1, kv.shape[1])[slot] = rows
+
+
+def mla_attention(
+    q: Tensor, cache: Tensor, pages: Tensor, mask: Tensor, latent: int, scale: float
+) -> Tensor:
+    """mask: [N, S + N] bool, which keys a row sees; the keys lie in the first of the pages."""
+    _, N, H, _ = q.shape
+    keys = cache[pages].flatten(0, 1)[: mask.shape[1]]
+    scores = (q[0] @ keys.T).float() * scale
+    weights = scores.masked_fill_(~mask[:, None], float("-inf")).softmax(-1).to(q.dtype)
+    return (weights @ keys[:, :latent]).view(1, N, H, latent)
+
+
+def kv_compact(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """source, target: token slots"""
+    rows = cache.view(len(cache), -1, cache.shape[-1])
+    rows[:, target] = rows[:, source]
+
+
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return torch.topk(logits.log_softmax(-1), k, -1)
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy sampling: token and log-probability."""
+    logprob, token = logits.log_softmax(-1).max(-1)
+    return token, logprob
+
+
+def tree_build(
+    score: Tensor, candidate: Tensor, root: Tensor, budget: int
+) -> tuple[list[int], list[int]]:
+    """Token and parent of the best-first tree's nodes, by a heap in Python."""
+    scores, tokens = score[0].cpu().numpy(), candidate[0].tolist()
+    token, parent, depth = root.tolist(), [-1], [0]
+    heap = []
+
+    def push(node: int, total: np.float32) -> None:
+        if depth[node] < len(scores):
+            for rank, s in enumerate(scores[depth[node]]):
+                best = total + min(s, np.float32(0))
+                heapq.heappush(heap, (-best, depth[node] + 1, node, rank))
+
+    push(0, np.float32(0))
+    while heap and len(token) <= budget:
+        cost, at, above, rank = heapq.heappop(heap)
+        token.append(tokens[at - 1][rank])
+        parent.append(above)
+        depth.append(at)
+        push(len(token) - 1, -cost)
+    return token, parent
+
+
+def tree_accept(token: Tensor, parent: Tensor, target: Tensor) -> list[int]:
+    """The nodes from the root down while the target's token is a child, in Python."""
+    nodes, above, wanted = token[0].tolist(), parent[0].tolist(), target[0].tolist()
+    path = [0]
+    while True:
+        children = (
+            n for n in range(len(nodes)) if above[n] == path[-1] and nodes[n] == wanted[path[-1]]
+        )
+        child = next(children, None)
+        if child is None:
+            return path
+        path.append(child)

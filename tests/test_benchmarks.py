@@ -1,0 +1,124 @@
+"""The benchmarks' own parts, and each op's rows at small sizes: they are checked, not timed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import FakeEngine
+
+from kdtree import ops
+from kdtree.cli import machine
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_engine  # noqa: E402
+import bench_ops  # noqa: E402
+import cases  # noqa: E402
+import eager  # noqa: E402
+import harness  # noqa: E402
+
+CPU = torch.device("cpu")
+PEAKS = machine.Peaks(bandwidth=4e12, peak=8e14)
+
+
+def test_the_clock_counts_one_call(device):
+    x = torch.ones(1 << 20, device=device)
+    calls = []
+
+    def call():
+        calls.append(1)
+        return x + 1
+
+    assert 0 < harness.time(call, device) < 1e6
+    assert len(calls) > 1
+
+
+def test_floor_is_the_slower_of_both():
+    assert harness.floor(4e6, 0, PEAKS) == pytest.approx(1)
+    assert harness.floor(4e6, 8e9, PEAKS) == pytest.approx(10)
+
+
+def test_peaks_are_plausible(device):
+    measured = harness.peaks(device)
+    assert 1e8 < measured.bandwidth < 2e13 and 1e8 < measured.peak < 1e16
+
+
+def test_results_file(device, tmp_path, capsys):
+    facts = harness.header(device, PEAKS, "abc")
+    row = {"op": "o", "shape": {"T": 3}, "dtype": "float32", "us": 2.0, "floor_us": 1.0}
+    other = {"kind": "k", "phases_ms": {"draft": 0.5}, "n": None}
+    path = harness.write("name", [row, other], facts, tmp_path)
+    results = json.loads(path.read_text())
+    assert list(results) == [
+        "card", "clocks", "driver", "date", "commit", "torch", "bandwidth", "peak", "rows",
+    ]  # fmt: skip
+    assert results["rows"] == [row, other] and results["commit"] == "abc"
+    out = capsys.readouterr().out
+    assert "T=3" in out and "50%" in out and "draft=0.5" in out and "4000 GB/s" in out
+
+
+def test_every_op_has_its_rows():
+    assert sorted(bench.__name__ for bench in bench_ops.BENCHES) == sorted(ops.__all__)
+
+
+@pytest.mark.parametrize("bench", bench_ops.BENCHES, ids=lambda bench: bench.__name__)
+def test_rows(bench, monkeypatch):
+    """Each call and its baseline run, after the check that the row makes itself."""
+
+    def once(call, device):
+        call()
+        return 1.0
+
+    monkeypatch.setattr(harness, "time", once)
+    torch.manual_seed(0)
+    rows = list(bench_ops.rows(bench, cases.Bench(CPU), PEAKS))
+    assert rows
+    for row in rows:
+        assert row["op"] == bench.__name__ and row["floor_us"] > 0
+        assert all(isinstance(n, int | float) for n in row["shape"].values())
+    if bench.__name__ == "tree_build":
+        assert {"B": 1, "N": 64, "J": 15, "M": 16} in [row["shape"] for row in rows]
+
+
+def test_a_wrong_result_is_no_row(monkeypatch):
+    monkeypatch.setattr(ops, "swiglu", lambda x: eager.swiglu(x) * 1.001)
+    with pytest.raises(AssertionError, match="swiglu: relative error 0.001"):
+        next(bench_ops.swiglu(cases.Bench(CPU)))
+
+
+def test_operands_turn():
+    seen = []
+    call = cases.turning(lambda a, b: seen.append((a, b)), [1, 2], [3, 4, 5])
+    for _ in range(4):
+        call()
+    assert seen == [(1, 3), (2, 4), (1, 5), (2, 3)]
+
+
+def test_int4_codes_become_weights():
+    """Low nibble first, a code is its value + 8, a scale serves 32 inputs."""
+    codes = torch.tensor([[0x76543210, 0, 0, -1, 0, 0, 0, 8]], dtype=torch.int32)
+    scale = torch.tensor([[1.0, 0.5]])
+    w = eager.int4_weights(codes, scale)[0]
+    assert w.shape == (64,)
+    assert w[:8].tolist() == [-8, -7, -6, -5, -4, -3, -2, -1]
+    assert w[24:32].tolist() == [7] * 8
+    assert w[32:40].tolist() == [-4] * 8 and w[56:58].tolist() == [0, -4]
+
+
+def test_engine_rows(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_engine, "Engine", FakeEngine)
+    monkeypatch.setattr(harness, "peaks", lambda device: PEAKS)
+    flags = f"bench_engine.py --device cpu --max-tokens 9 --repeat 1 --out {tmp_path}"
+    monkeypatch.setattr(sys, "argv", [*flags.split(), "--temperature", "0"])
+    bench_engine.main()
+    rows = json.loads((tmp_path / "engine_cpu.json").read_text())["rows"]
+    decode = [row for row in rows if row["kind"] == "decode"]
+    assert [row["drafter"] for row in decode] == [run[0] for run in bench_engine.RUNS]
+    assert decode[0]["speedup"] == 1 and decode[1]["acceptance_length"] == 3
+    forward = [row for row in rows if row["kind"] == "forward"]
+    assert [row["N"] for row in forward] == [1, 2, 4, 8, 16, 32, 64]
+    assert forward[0]["over_one"] == 1 and forward[1]["over_one"] == 3
+    assert "acceptance_length" in capsys.readouterr().out
