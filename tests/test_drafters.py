@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 from kdtree import NgramConfig, OracleConfig, SamplingParams
 from kdtree.drafters import Setup
