@@ -12,60 +12,51 @@ namespace kdtree::cuda {
 inline constexpr int kInt4Outputs = 4;  // of a lane
 inline constexpr int kInt4Inputs = 8;   // of a lane
 
-// Tiles that a warp loads before it multiplies the first: enough bytes in flight, few enough registers.
-template <int R>
-inline constexpr int kInt4Ahead = R > 2 ? 2 : 4;
-
-// Floats of shared memory that a warp stages its rows in.
-template <int R>
-inline constexpr int kInt4Stage = kInt4Ahead<R> * R * kInt4Tile;
-
 // Code - 8 of a nibble: 2^23 + code is a float whose low bits are the code.
 __device__ inline float int4_value(uint32_t word, int nibble) {
   return __uint_as_float(0x4b000000u | (word >> 4 * nibble & 15)) - (8388608.0f + 8.0f);
 }
 
-// acc[r][o] += scale[o] * (this lane's codes of output o) . x[r], x: [R][kInt4Tile] in shared memory
+// The place of input i of a tile in a stage: a lane's inputs stand side by side, by t.
+__device__ inline int int4_place(int i) { return i / 2 % 4 * kInt4Inputs + i / 8 * 2 + i % 2; }
+
+// acc[r][o] += scale[o] * (this lane's codes of output o) . x[r], x: [R][kInt4Tile], each by place
 template <int R>
 __device__ inline void int4_tile(const uint4& w, const float (&scale)[kInt4Outputs], const float* x,
                                  float (&acc)[R][kInt4Outputs]) {
-  const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+  const uint32_t word[2][2] = {{w.x, w.y}, {w.z, w.w}};
   float q[kInt4Outputs][kInt4Inputs];
 #pragma unroll
   for (int o = 0; o < kInt4Outputs; ++o) {
 #pragma unroll
     for (int i = 0; i < kInt4Inputs; ++i) {
       const int m = o / 2, row = o % 2, k = i / 4, column = i / 2 % 2, half = i % 2;
-      q[o][i] = int4_value(word[2 * m + k], 4 * half + 2 * column + row);
+      q[o][i] = int4_value(word[m][k], 4 * half + 2 * column + row);
     }
   }
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    const auto* v = reinterpret_cast<const float2*>(x + r * kInt4Tile) + threadIdx.x % 4;
-    float2 a[kInt4Inputs / 2];
-#pragma unroll
-    for (int j = 0; j < kInt4Inputs / 2; ++j) a[j] = v[4 * j];
+    const auto* v = reinterpret_cast<const float4*>(x + r * kInt4Tile) + threadIdx.x % 4 * 2;
+    const float4 lo = v[0], hi = v[1];
+    const float a[kInt4Inputs] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
     for (int o = 0; o < kInt4Outputs; ++o) {
-      float sum = q[o][0] * a[0].x;
-      sum = fmaf(q[o][1], a[0].y, sum);
+      float sum = q[o][0] * a[0];
 #pragma unroll
-      for (int j = 1; j < kInt4Inputs / 2; ++j) {
-        sum = fmaf(q[o][2 * j], a[j].x, sum);
-        sum = fmaf(q[o][2 * j + 1], a[j].y, sum);
-      }
+      for (int i = 1; i < kInt4Inputs; ++i) sum = fmaf(q[o][i], a[i], sum);
       acc[r][o] = fmaf(sum, scale[o], acc[r][o]);
     }
   }
 }
 
 // out[r][o] = the tiles first, first + step, ... of one tile row (w: [tiles, 128], scale: [tiles, 32])
-// times the rows x[r], by one warp: o < kInt4Tile. stage: kInt4Stage<R> floats of the warp's own.
-template <int R, class Element>
+// times the rows x[r], by one warp: o < kInt4Tile. kAhead tiles are loaded before the
+// first is multiplied. stage: kAhead * R * kInt4Tile floats of the warp's own, on 16 bytes.
+// The order of a sum depends on tiles, first and step alone.
+template <int R, int kAhead, class Element>
 __device__ inline void int4_tiles(const int32_t* w, const Element* scale, int tiles, int first,
-                                  int step, const Element* const (&x)[R], float* stage, float* out) {
-  constexpr int kAhead = kInt4Ahead<R>;
-  const int lane = threadIdx.x % kWarp, g = lane / 4;
+                                  int step, const Element* const* x, float* stage, float* out) {
+  const int lane = threadIdx.x % kWarp, g = lane / 4, place = int4_place(lane);
   float acc[R][kInt4Outputs] = {};
   for (int tile = first; tile < tiles; tile += kAhead * step) {
     uint4 words[kAhead];
@@ -84,7 +75,7 @@ __device__ inline void int4_tiles(const int32_t* w, const Element* scale, int ti
 #pragma unroll
     for (int a = 0; a < kAhead; ++a)
 #pragma unroll
-      for (int r = 0; r < R; ++r) stage[(a * R + r) * kInt4Tile + lane] = v[a][r];
+      for (int r = 0; r < R; ++r) stage[(a * R + r) * kInt4Tile + place] = v[a][r];
     __syncwarp();
 #pragma unroll
     for (int a = 0; a < kAhead; ++a)

@@ -19,13 +19,17 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kRows = 8;
 
+// Tiles that a warp loads ahead: enough bytes in flight, few enough registers.
+template <int R>
+constexpr int kAhead = R > 4 ? 1 : R > 1 ? 2 : 4;
+
 // The rows of a block: a row has the same bits in each.
 int row_block(int T) { return T > 4 ? kRows : T > 2 ? 4 : T; }
 
 template <class Element, int R>
 __global__ void __launch_bounds__(kThreads)
     int4_linear_kernel(const __grid_constant__ Int4LinearParams p) {
-  __shared__ alignas(16) float stage[kWarps][kInt4Stage<R>];
+  __shared__ alignas(16) float stage[kWarps][kAhead<R> * R * kInt4Tile];
   __shared__ float partial[kWarps][R * kInt4Tile];
   const int tiles = p.I / kInt4Tile, first = blockIdx.x * R, warp = threadIdx.x / kWarp;
   const int64_t tile_row = blockIdx.y;
@@ -34,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int r = 0; r < R; ++r)  // beyond the last row, the last row again: it is not stored
     x[r] = static_cast<const Element*>(p.x) + min(first + r, p.T - 1) * p.x_stride;
-  int4_tiles<R>(p.w + tile_row * tiles * kInt4Words,
+  int4_tiles<R, kAhead<R>>(p.w + tile_row * tiles * kInt4Words,
                 static_cast<const Element*>(p.scale) + tile_row * tiles * kInt4Tile, tiles, warp,
                 kWarps, x, stage[warp], partial[warp]);
   __syncthreads();
