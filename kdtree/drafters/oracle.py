@@ -41,7 +41,7 @@ class Oracle(Stateless):
         self.config, self.setup = config, setup
         self.nodes = nodes_of(setup, config.budget, config.depth)
         self.candidates = min(config.candidates, setup.vocab)
-        right = min(max(config.accuracy, 0.02), 0.98)
+        right = min(max(config.accuracy, 1 / (1 + self.candidates)), 0.98)
         self.first, self.other = math.log(right), math.log((1 - right) / self.candidates)
         shape = (setup.sequences, setup.max_seq_len + MAX_DEPTH + 1)
         self.truth = torch.zeros(shape, dtype=torch.int64, device=setup.device)
@@ -68,7 +68,7 @@ class Oracle(Stateless):
         at = rank[..., None]
         wrong = (true[..., None] + 1 + torch.where(m < at, m, m - 1)) % self.setup.vocab
         candidate = torch.where(m == at, true[..., None], wrong)
-        spread = 0.5 + _noise(position, c.seed + 2).float()[..., None]
+        spread = 1 + _noise(position, c.seed + 2).float()[..., None]
         score = torch.where(m == 0, self.first, self.other * spread - 0.1 * m)
         return grow(state, score, candidate, self.nodes, self.setup)
 
