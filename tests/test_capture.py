@@ -1,0 +1,35 @@
+"""A round decides everything on the device: it can be captured in a CUDA graph and replayed."""
+
+import pytest
+import torch
+from test_engine import engine_of
+
+from kdtree import NgramConfig, OracleConfig, SamplingParams
+from kdtree.phases import Phases
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("kind", ["none", "ngram", "oracle"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replayed_rounds_emit_what_eager_rounds_emit(kind, dtype, temperature):
+    prompt = [5, 9, 2, 77, 31] * 5
+    params = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
+    want = engine_of("base", "cuda", dtype).generate(prompt, params).token_ids
+    truth = OracleConfig((tuple(prompt + want),), 0.6, depth=9)
+    drafter = {"none": "none", "ngram": NgramConfig(), "oracle": truth}[kind]
+    engine = engine_of("base", "cuda", dtype, drafter)
+    untimed = Phases(torch.device("cpu"))
+    with torch.no_grad():
+        _, requests = engine._requests([prompt], [params], False)
+        engine._start(0, requests[0])
+        for _ in range(2):
+            engine._round(untimed, False, 0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            engine._round(untimed, False, 0)
+        for _ in range(90):
+            graph.replay()
+    assert not engine.state.active.any()
+    assert engine.state.length.tolist() == [len(prompt) + 90]
+    assert engine.state.token[0, : len(prompt) + 90].tolist() == prompt + want
