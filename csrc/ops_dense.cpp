@@ -62,7 +62,8 @@ void check_linear(const Tensor& x, const Tensor& w) {
           ", wants [T, I] or [T, G, I]");
   const int64_t last = x.dim() - 1, I = x.size(last);
   require(I <= 1 || x.stride(last) == 1, "x must have contiguous features");
-  const bool fits = w.dim() == x.dim() && w.size(last) == I && (last == 1 || w.size(0) == x.size(1));
+  const bool fits =
+      w.dim() == x.dim() && w.size(last) == I && (last == 1 || w.size(0) == x.size(1));
   require(fits, "w has shape ", text(w.sizes()), ", wants [",
           last == 1 ? "" : std::to_string(x.size(1)) + ", ", "O, ", I, "]");
   require(w.scalar_type() == x.scalar_type() || w.scalar_type() == ScalarType::Float,

@@ -1,5 +1,6 @@
-// The loops over lanes carry `unroll 1`, so that gcc turns each into whole vector instructions instead
-// of taking it apart; the loops around them are unrolled, so that the sums stay in registers.
+// The loops over lanes carry `unroll 1`, so that gcc turns each into whole vector instructions
+// instead of taking it apart; the loops around them are unrolled, so that the sums stay in
+// registers.
 #include "dot.h"
 
 #include <algorithm>
@@ -126,7 +127,8 @@ void dot(const X* const* x, int rows, const W* w, int64_t w_stride, int outputs,
   for (int r = 0; r < rows; ++r) std::copy_n(all[r], kDotOutputs, y[r]);
 }
 
-template void dot(const float* const*, int, const float*, int64_t, int, int, float (*)[kDotOutputs]);
+template void dot(const float* const*, int, const float*, int64_t, int, int,
+                  float (*)[kDotOutputs]);
 template void dot(const bf16* const*, int, const bf16*, int64_t, int, int, float (*)[kDotOutputs]);
 template void dot(const bf16* const*, int, const float*, int64_t, int, int, float (*)[kDotOutputs]);
 

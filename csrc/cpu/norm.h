@@ -7,8 +7,8 @@
 
 namespace kdtree::cpu {
 
-// y = x / sqrt(mean(x^2) + eps) * w over D features. In double, so that a row's sum of squares may be
-// long; in lanes, so that it is vectorised in an order that follows from D alone. Inlined into a
+// y = x / sqrt(mean(x^2) + eps) * w over D features. In double, so that a row's sum of squares may
+// be long; in lanes, so that it is vectorised in an order that follows from D alone. Inlined into a
 // function with target_clones.
 template <class Element>
 [[gnu::always_inline]] inline void norm_row(const Element* x, const Element* w, Element* y, int D,

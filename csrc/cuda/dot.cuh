@@ -3,12 +3,13 @@
 // The order of a sum follows from its number of inputs I and the weights' dtype alone. Inputs are
 // taken in steps of kDotStep; warp n of a block takes the steps n, n + kDotWarps, ...
 //
-//   a step          lane 0      lane 1      ...  lane 31     kVec inputs a lane, 16 bytes of weights;
-//                   0 .. 7      8 .. 15          248 .. 255  float32 weights: two rounds of 4 a lane
+//   bf16 weights   lane 0: 0 .. 7   lane 1: 8 .. 15  ...  lane 31: 248 .. 255   16 bytes a lane
+//   f32 weights    lane 0: 0 .. 3   lane 1: 4 .. 7   ...  lane 31: 124 .. 127   and 128 more
 //
-// A lane's 8 products of a step are one chain of fma, which is then added to the lane's sum; lanes are
-// added by a butterfly, warps in order. A missing input counts as zero, a missing step adds zero. So no term passes more than
-// 8 + ceil(I / (kDotStep * kDotWarps)) + log2(32) + kDotWarps roundings: 35 at I = 18432.
+// A lane's 8 products of a step are one chain of fma, which is then added to the lane's sum; lanes
+// are added by a butterfly, warps in order. A missing input counts as zero, a missing step adds
+// zero. So no term passes more than 8 + ceil(I / (kDotStep * kDotWarps)) + log2(32) + kDotWarps
+// roundings: 35 at I = 18432.
 #pragma once
 
 #include "common.cuh"
@@ -24,8 +25,8 @@ inline constexpr int kDotStep = kDotLane * kWarp;  // inputs
 template <int R>
 inline constexpr int kDotAhead = R == 1 ? 2 : 1;
 
-// Whether block_dot may read vectors at p and at every multiple of `stride` elements from it, given I.
-// It gives the same bits either way.
+// Whether block_dot may read vectors at p and at every multiple of `stride` elements from it, given
+// I. It gives the same bits either way.
 template <class Element>
 bool dot_aligned(const void* p, int64_t stride, int I) {
   return aligned<Element>(p, stride) && I % kDotLane == 0;
@@ -39,6 +40,7 @@ struct Step {
     Element v[kVec];
   } pack[kRounds];
 
+  // Without a branch, so that the loads of many rows are in flight at once.
   __device__ void load(const Element* p, int i, int I) {
 #pragma unroll
     for (int n = 0; n < kRounds; ++n) {
@@ -60,13 +62,11 @@ struct Step {
         v[n * kVec + k] = first(i, n) + (kAligned ? 0 : k) < I ? float(pack[n].v[k]) : 0;
   }
 
-  static __device__ int first(int i, int n) {
-    return i + (n * kWarp + threadIdx.x % kWarp) * kVec;
-  }
+  static __device__ int first(int i, int n) { return i + (n * kWarp + threadIdx.x % kWarp) * kVec; }
 };
 
-// Thread r * O + o of a block of kDotThreads returns x[r] . w[o] over I inputs, where R * O threads;
-// the other threads take part, too.
+// Thread r * O + o of a block of kDotThreads returns x[r] . w[o] over I inputs, for r < R and o <
+// O. All threads of the block must call it, with the same rows.
 template <bool kAligned, int R, int O, class X, class W>
 __device__ inline float block_dot(const X* const (&x)[R], const W* const (&w)[O], int I) {
   static_assert(R * O <= kDotThreads);

@@ -7,18 +7,18 @@
 // Tiling  dot.cuh has the order of the sums. R and O change what a block shares, never a bit: each
 //         weight is read once per R rows, each x once per O outputs (from L1 or L2).
 // Smem    kDotWarps * R * O floats.
-// Floor   the weights' bytes, per block of 8 rows: 7168 -> 18432, bf16, is 264 MB, 55 us at 4.8 TB/s
-//         (H200). From 8 rows on fma and the widening of bf16 weigh as much: about 1.1e9 fma a block
-//         of 8 rows, 36 us at 30e12 fma/s.
+// Floor   the weights' bytes, for every 8 rows anew: 7168 -> 18432, bf16, is 264 MB, 55 us at
+//         4.8 TB/s (H200). At 8 rows the 1.1e9 fma take 36 us at 30e12 a second, and widening
+//         bf16 about half as much again.
 // Needs   nothing: where I, w or x are not made of 16-byte vectors, elements are loaded one by one.
 #include "dot.cuh"
 
 namespace kdtree::cuda {
 namespace {
 
-constexpr int kOutputs = 4;        // of a block, where there are enough blocks
+constexpr int kOutputs = 4;          // of a block, where there are enough blocks
 constexpr int kFewBlocks = 4 * 148;  // four a processor of a large GPU
-constexpr int kBlocks = 3;         // of a processor at least: 168 registers a thread, no spills
+constexpr int kBlocks = 3;           // of a processor at least: 168 registers a thread, no spills
 
 template <int R, int O, bool kAligned, class X, class W>
 __global__ void __launch_bounds__(kDotThreads, kBlocks)

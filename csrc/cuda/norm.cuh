@@ -11,8 +11,8 @@ inline constexpr int kNormThreads = 256;
 template <class Element>
 inline constexpr int kNormVec = 16 / sizeof(Element);
 
-// 1 / sqrt(mean(x^2) + eps), where `sum` is the thread's part of the sum of squares. The order of the
-// sum follows from D alone: vectors of a thread, lanes of a warp, warps.
+// 1 / sqrt(mean(x^2) + eps), where `sum` is the thread's part of the sum of squares. The order of
+// the sum follows from D and the dtype alone: vectors of a thread, lanes of a warp, warps.
 __device__ inline float norm_scale(float sum, int D, float eps) {
   __shared__ float partial[kNormThreads / kWarp];
   sum = warp_sum(sum);

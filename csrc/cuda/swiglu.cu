@@ -18,8 +18,7 @@ template <class Element>
 constexpr int kVec = 16 / sizeof(Element);
 
 template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
-    swiglu_kernel(const __grid_constant__ SwigluParams p) {
+__global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluParams p) {
   const int64_t row = blockIdx.x;
   const int f = (blockIdx.y * kThreads + threadIdx.x) * kVec<Element>;
   if (f >= p.F) return;
