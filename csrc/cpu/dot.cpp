@@ -1,4 +1,4 @@
-// The loops over lanes carry `unroll 1`, so that gcc turns each into one vector instruction instead
+// The loops over lanes carry `unroll 1`, so that gcc turns each into whole vector instructions instead
 // of taking it apart; the loops around them are unrolled, so that the sums stay in registers.
 #include "dot.h"
 
@@ -9,103 +9,100 @@
 namespace kdtree::cpu {
 namespace {
 
+constexpr int kStep = 2 * kDotLanes;  // inputs: a cache line of bf16, two vectors once widened
+constexpr int kLine = 64;             // bytes of a cache line
+
 using Lanes = float[kDotLanes];
-using Run = float[kDotRun];
 
-// Points wide[n] at `count` inputs of rows[n] in float32, followed by zeros up to whole lanes: the row
-// itself or a copy. The rows advance together, so that a prefetcher sees N even streams.
-template <int N, class Element>
-[[gnu::always_inline]] inline void widen(const Element* const* rows, int begin, int count,
-                                         Run* copy, const float** wide) {
-  const int whole = count / kDotLanes * kDotLanes;
-  if constexpr (std::is_same_v<Element, float>) {
-    if (whole == count) {
-      for (int n = 0; n < N; ++n) wide[n] = rows[n] + begin;
-      return;
-    }
-  }
-  constexpr int kStep = 2 * kDotLanes;  // a cache line of bf16
-  const int steps = count / kStep * kStep;
-#pragma GCC unroll 1
-  for (int i = 0; i < steps; i += kStep)
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n)
-#pragma GCC unroll 1
-      for (int l = 0; l < kStep; ++l) copy[n][i + l] = rows[n][begin + i + l];
-#pragma GCC unroll 1
-  for (int n = 0; n < N; ++n) {
-    wide[n] = copy[n];
-    if (steps == count) continue;
-#pragma GCC unroll 1
-    for (int l = 0; l < kStep; ++l)
-      copy[n][steps + l] = steps + l < count ? float(rows[n][begin + steps + l]) : 0.f;
-  }
-}
-
-// The lanes of one run of R rows and O outputs; the first run sets the totals, the others add.
-template <int R, int O>
-[[gnu::always_inline]] inline void add_run(const float* const* x, const float* const* w, int count,
-                                           bool first, Lanes (*totals)[kDotOutputs], int at) {
+// Adds to totals[r][first + o] the lanes of x[r] . w[o] over a run of `count` inputs, whole steps.
+// `ahead` is what a later call reads: with few weight rows the hardware sees the streams too late.
+template <int R, int O, class W>
+[[gnu::always_inline]] inline void add_run(const float (*x)[kDotRun], const W* const (&w)[O],
+                                           const W* const (&ahead)[O], int count, int first,
+                                           Lanes (*totals)[kDotOutputs]) {
+  constexpr bool kPrefetch = O <= 4;
   Lanes sum[R][O] = {};
 #pragma GCC unroll 1
-  for (int i = 0; i < count; i += kDotLanes)
+  for (int i = 0; i < count; i += kStep)
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) {
+      if constexpr (kPrefetch)
+        for (int l = 0; l < kStep; l += kLine / sizeof(W)) __builtin_prefetch(ahead[o] + i + l);
+      float wide[kStep];
+      const float* b = wide;
+      if constexpr (std::is_same_v<W, float>) {
+        b = w[o] + i;
+      } else {
+#pragma GCC unroll 1
+        for (int l = 0; l < kStep; ++l) wide[l] = w[o][i + l];
+      }
+#pragma GCC unroll 2
+      for (int half = 0; half < kStep; half += kDotLanes)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 1
+          for (int l = 0; l < kDotLanes; ++l)
+            sum[r][o][l] = std::fma(x[r][i + half + l], b[half + l], sum[r][o][l]);
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o)
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
 #pragma GCC unroll 1
-        for (int l = 0; l < kDotLanes; ++l)
-          sum[r][o][l] = std::fma(x[r][i + l], w[o][i + l], sum[r][o][l]);
-  if (first) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int o = 0; o < O; ++o)
+      for (int l = 0; l < kDotLanes; ++l) totals[r][first + o][l] += sum[r][o][l];
+}
+
+// y[o] = the sum of the lanes of totals[o]: the upper half added to the lower until one is left.
+[[gnu::always_inline]] inline void sum_lanes(const Lanes* totals, float* y) {
+  constexpr int kQuarter = kDotLanes / 4;
+  float v[kDotOutputs][kQuarter];
 #pragma GCC unroll 1
-        for (int l = 0; l < kDotLanes; ++l) totals[r][at + o][l] = sum[r][o][l];
-  } else {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int o = 0; o < O; ++o)
+  for (int o = 0; o < kDotOutputs; ++o) {
+    const float* t = totals[o];
 #pragma GCC unroll 1
-        for (int l = 0; l < kDotLanes; ++l) totals[r][at + o][l] += sum[r][o][l];
+    for (int l = 0; l < kQuarter; ++l)
+      v[o][l] = (t[l] + t[l + 2 * kQuarter]) + (t[l + kQuarter] + t[l + 3 * kQuarter]);
   }
+#pragma GCC unroll 1
+  for (int o = 0; o < kDotOutputs; ++o) y[o] = (v[o][0] + v[o][2]) + (v[o][1] + v[o][3]);
 }
 
-[[gnu::always_inline]] inline float tree_sum(Lanes& v) {
-#pragma GCC unroll 1
-  for (int l = 0; l < 8; ++l) v[l] += v[l + 8];
-#pragma GCC unroll 1
-  for (int l = 0; l < 4; ++l) v[l] += v[l + 4];
-  return (v[0] + v[2]) + (v[1] + v[3]);
-}
-
-// R rows and kDotOutputs outputs, O outputs at a time.
+// R rows against kDotOutputs weight rows, O at a time, run by run.
 template <int R, int O, class X, class W>
 [[gnu::always_inline]] inline void dot_block(const X* const* x, const W* const* w, int I,
                                              float (*y)[kDotOutputs]) {
-  alignas(64) Lanes totals[R][kDotOutputs];
-  alignas(64) Run copy_x[R], copy_w[O];
-  const float *wide_x[R], *wide_w[O];
+  alignas(kLine) Lanes totals[R][kDotOutputs] = {};
+  alignas(kLine) float wide[R][kDotRun];
+  alignas(kLine) W last[O][kStep] = {};  // the last inputs, no whole step, and zeros after them
+  const int whole = I / kStep * kStep;
 #pragma GCC unroll 1
-  for (int i = 0; i < I; i += kDotRun) {
-    const int count = std::min(kDotRun, I - i);
-    widen<R>(x, i, count, copy_x, wide_x);
+  for (int i = 0, count; i < I; i += count) {
+    count = std::min(kDotRun, i < whole ? whole - i : I - i);
+    if (i == whole) std::fill_n(wide[0], R * kDotRun, 0.f);
 #pragma GCC unroll 1
-    for (int o = 0; o < kDotOutputs; o += O) {
-      widen<O>(w + o, i, count, copy_w, wide_w);
-      add_run<R, O>(wide_x, wide_w, count, i == 0, totals, o);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 1
+      for (int k = 0; k < count; ++k) wide[r][k] = x[r][i + k];
+#pragma GCC unroll 1
+    for (int first = 0; first < kDotOutputs; first += O) {
+      const W *now[O], *ahead[O];
+      for (int o = 0; o < O; ++o) {
+        const int later = first + o + 2 * O;
+        ahead[o] = w[later % kDotOutputs] + i + later / kDotOutputs * kDotRun;
+        now[o] = w[first + o] + i;
+        if (i < whole) continue;
+        std::copy_n(now[o], count, last[o]);
+        now[o] = last[o];
+      }
+      add_run<R, O>(wide, now, ahead, count, first, totals);
     }
   }
 #pragma GCC unroll 1
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 1
-    for (int o = 0; o < kDotOutputs; ++o) y[r][o] = tree_sum(totals[r][o]);
+  for (int r = 0; r < R; ++r) sum_lanes(totals[r], y[r]);
 }
 
-// One clone an instruction set, with everything above inlined. 8 sums in flight hide the latency of
-// fma.
+// One clone an instruction set, with everything above inlined. At least 8 sums are in flight, which
+// hides the latency of fma.
 template <class X, class W>
 [[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")]]
 void dot_padded(int rows, const X* const* x, const W* const* w, int I, float (*y)[kDotOutputs]) {
@@ -120,7 +117,7 @@ void dot_padded(int rows, const X* const* x, const W* const* w, int I, float (*y
 template <class X, class W>
 void dot(const X* const* x, int rows, const W* w, int64_t w_stride, int outputs, int I,
          float (*y)[kDotOutputs]) {
-  const X* xs[kDotRows];
+  const X* xs[kDotRows];  // where there are fewer rows or outputs, the last is computed again
   const W* ws[kDotOutputs];
   for (int r = 0; r < kDotRows; ++r) xs[r] = x[std::min(r, rows - 1)];
   for (int o = 0; o < kDotOutputs; ++o) ws[o] = w + std::min(o, outputs - 1) * w_stride;

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kDotThreads)
+__global__ void __launch_bounds__(kDotThreads, 3)
     plain_hidden_kernel(const __grid_constant__ MoeExpertsParams p) {
   __shared__ MoePairs<kDotThreads> found;
   const int tiles = (p.F - 1) / kPlainTile + 1, first = blockIdx.x % tiles * kPlainTile;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kDotThreads)
 }
 
 template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kDotThreads)
+__global__ void __launch_bounds__(kDotThreads, 3)
     plain_down_kernel(const __grid_constant__ MoeExpertsParams p) {
   __shared__ MoePairs<kDotThreads> found;
   const int tiles = (p.D - 1) / kPlainTile + 1, first = blockIdx.x % tiles * kPlainTile;

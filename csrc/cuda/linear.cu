@@ -1,0 +1,83 @@
+// Dense product, row-invariant: the plain kernel for every shape and dtype.
+//
+//   y[t, g, o] = sum_i x[t, g, i] * w[g, o, i]
+//
+// Grid    x: blocks of R rows by blocks of O outputs, rows first, so that neighbours share weights
+//         in L2; y: groups. A block's kDotWarps warps split the inputs.
+// Tiling  dot.cuh has the order of the sums. R and O change what a block shares, never a bit: each
+//         weight is read once per R rows, each x once per O outputs (from L1 or L2).
+// Smem    kDotWarps * R * O floats.
+// Floor   the weights' bytes, per block of 8 rows: 7168 -> 18432, bf16, is 264 MB, 55 us at 4.8 TB/s
+//         (H200). From 8 rows on fma and the widening of bf16 weigh as much: about 1.1e9 fma a block
+//         of 8 rows, 36 us at 30e12 fma/s.
+// Needs   nothing: where I, w or x are not made of 16-byte vectors, elements are loaded one by one.
+#include "dot.cuh"
+
+namespace kdtree::cuda {
+namespace {
+
+constexpr int kOutputs = 4;        // of a block, where there are enough blocks
+constexpr int kFewBlocks = 4 * 148;  // four a processor of a large GPU
+constexpr int kBlocks = 3;         // of a processor at least: 168 registers a thread, no spills
+
+template <int R, int O, bool kAligned, class X, class W>
+__global__ void __launch_bounds__(kDotThreads, kBlocks)
+    linear_kernel(const __grid_constant__ LinearParams p) {
+  const int row_blocks = (p.T - 1) / R + 1;
+  const int t0 = blockIdx.x % row_blocks * R, o0 = blockIdx.x / row_blocks * O;
+  const int64_t g = blockIdx.y;
+
+  // Past the end the last row or output is computed again and not stored.
+  const X* x[R];
+  const W* w[O];
+  for (int r = 0; r < R; ++r)
+    x[r] = static_cast<const X*>(p.x) + min(t0 + r, p.T - 1) * p.x_row + g * p.x_group;
+  for (int o = 0; o < O; ++o)
+    w[o] = static_cast<const W*>(p.w) + (g * p.O + min(o0 + o, p.O - 1)) * p.I;
+
+  const float sum = block_dot<kAligned>(x, w, p.I);
+  const int64_t t = t0 + threadIdx.x / O, o = o0 + threadIdx.x % O;
+  if (threadIdx.x >= R * O || t >= p.T || o >= p.O) return;
+  const int64_t at = (t * p.G + g) * p.O + o;
+  if (p.y_dtype == DType::f32)
+    static_cast<float*>(p.y)[at] = sum;
+  else
+    static_cast<X*>(p.y)[at] = X(sum);
+}
+
+template <int R, int O, bool kAligned, class X, class W>
+void launch_linear(const LinearParams& p, Stream stream) {
+  const int64_t blocks = ((p.T - 1) / R + 1) * int64_t{(p.O - 1) / O + 1};
+  const Grid grid{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.G)), kDotThreads};
+  launch(linear_kernel<R, O, kAligned, X, W>, grid, stream, p);
+}
+
+template <int R, class X, class W>
+void launch_aligned(const LinearParams& p, Stream stream) {
+  const int64_t blocks = ((p.T - 1) / R + 1) * int64_t{(p.O - 1) / kOutputs + 1} * p.G;
+  if (blocks >= kFewBlocks) return launch_linear<R, kOutputs, true, X, W>(p, stream);
+  launch_linear<R, 1, true, X, W>(p, stream);
+}
+
+template <class X, class W>
+void linear(const LinearParams& p, Stream stream) {
+  const bool vectors = dot_aligned<W>(p.w, p.I, p.I) && dot_aligned<X>(p.x, p.x_row, p.I) &&
+                       dot_aligned<X>(p.x, p.x_group, p.I);
+  if (!vectors) return launch_linear<4, 1, false, X, W>(p, stream);
+  if (p.T == 1) return launch_aligned<1, X, W>(p, stream);
+  if (p.T == 2) return launch_aligned<2, X, W>(p, stream);
+  if (p.T <= 4) return launch_aligned<4, X, W>(p, stream);
+  launch_aligned<8, X, W>(p, stream);
+}
+
+}  // namespace
+
+void linear(const LinearParams& p, Stream stream) {
+  dispatch(p.x_dtype, [&](auto x) {
+    using X = decltype(x);
+    if (p.w_dtype == p.x_dtype) return linear<X, X>(p, stream);
+    linear<X, float>(p, stream);
+  });
+}
+
+}  // namespace kdtree::cuda
