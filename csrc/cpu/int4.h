@@ -1,18 +1,18 @@
-// The INT4 product that int4_linear and moe_experts share, over tiles as Int4PackParams lays them out.
+// The INT4 product that int4_linear and moe_experts share, over the tiles of Int4PackParams.
 //
-// The 16 words of one g of a tile are lanes [t][m][k]. A nibble of all 16 meets inputs that depend on
-// t, k and the nibble, and outputs that depend on g, m and the nibble: with the inputs put in that
-// order once per row, a tile is multiplied sixteen codes at a time without being unpacked.
+// The 16 words of one g of a tile are lanes [t][m][k]. A nibble of all 16 meets inputs that depend
+// on t, k and the nibble, and outputs that depend on g, m and the nibble: with the inputs put in
+// that order once per row, a tile is multiplied sixteen codes at a time without being unpacked.
 #pragma once
 
 #include "common.h"
 
 namespace kdtree::cpu {
 
-inline constexpr int kInt4Rows = 8;        // rows that share each decoded vector
-inline constexpr int kInt4Lanes = 16;      // [t][m][k]
-inline constexpr int kInt4Orders = 4;      // [column + 8][odd column]
-inline constexpr int kInt4TileFloats = kInt4Orders * kInt4Lanes;  // a row's arranged inputs of a tile
+inline constexpr int kInt4Rows = 8;    // rows that share each decoded vector
+inline constexpr int kInt4Lanes = 16;  // [t][m][k]
+inline constexpr int kInt4Orders = 4;  // [column + 8][odd column]
+inline constexpr int kInt4TileFloats = kInt4Orders * kInt4Lanes;  // of an arranged row
 
 // The floats of one arranged row.
 constexpr int64_t int4_arranged(int I) { return int64_t{I} / kInt4Tile * kInt4TileFloats; }

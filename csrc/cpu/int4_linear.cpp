@@ -1,7 +1,7 @@
-#include "int4.h"
-
 #include <algorithm>
 #include <vector>
+
+#include "int4.h"
 
 namespace kdtree::cpu {
 
@@ -90,7 +90,8 @@ static void int4_linear(const Int4LinearParams& p) {
           const float* row[kInt4Rows];
           Int4Out out[kInt4Rows];
           for (int i = 0; i < rows; ++i) row[i] = &arranged[(r + i) * size];
-          int4_product(p.w + tile * p.I / kInt4Tile * kInt4Words, scale + tile * p.I, row, rows, p.I, out);
+          int4_product(p.w + tile * p.I / kInt4Tile * kInt4Words, scale + tile * p.I, row, rows,
+                       p.I, out);
           for (int i = 0; i < rows; ++i)
             for (int o = 0; o < kInt4Tile; ++o)
               y[int64_t{first + r + i} * p.O + tile * kInt4Tile + o] = Element(out[i][o]);

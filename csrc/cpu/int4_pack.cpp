@@ -2,8 +2,8 @@
 
 namespace kdtree::cpu {
 
-// Word `word` of lane `lane` of the tile whose first code word is `codes`: a tile's row is four code
-// words, and the two codes that a lane takes of one are its byte t.
+// Word `word` of lane `lane` of the tile whose first code word is `codes`: a tile's row is four
+// code words, and the two codes that a lane takes of one are its byte t.
 static uint32_t pack_word(const int32_t* codes, int64_t row, int lane, int word) {
   const int g = lane / 4, t = lane % 4, m = word / 2, k = word % 2;
   uint32_t packed = 0;

@@ -91,8 +91,9 @@ Plan plan(const MoeExpertsParams& p) {
   return out;
 }
 
-// Calls f(expert, first output, outputs, pairs, count <= kRows) over every expert's pairs and tiles of
-// O outputs, in parallel over (expert, tile), so that a thread reads a tile's weights from memory once.
+// Calls f(expert, first output, outputs, pairs, count <= kRows) over every expert's pairs and tiles
+// of O outputs, in parallel over (expert, tile), so that a thread reads a tile's weights from
+// memory once.
 template <class F>
 void for_tiles(const Plan& plan, int O, F&& f) {
   const int64_t tiles = (O + kTile - 1) / kTile;
@@ -141,8 +142,7 @@ void moe_experts(const MoeExpertsParams& p, Bank gate_up, Bank down) {
   for_tiles(pairs, p.D, [&](int expert, int first, int outputs, const int64_t* pair, int rows) {
     Tile out[kRows];
     down.multiply(expert, first, outputs, pair, rows, out);
-    for (int r = 0; r < rows; ++r)
-      std::copy_n(out[r], outputs, p.partial + pair[r] * p.D + first);
+    for (int r = 0; r < rows; ++r) std::copy_n(out[r], outputs, p.partial + pair[r] * p.D + first);
   });
 
   parallel_for(p.T, 1, [&](int64_t begin, int64_t end) {

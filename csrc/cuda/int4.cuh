@@ -1,8 +1,8 @@
 // The INT4 product that int4_linear and moe_experts share, on CUDA cores, for any shape.
 //
 // A warp multiplies a tile (32 outputs x 32 inputs) by R rows: lane (g, t) holds the codes of the
-// outputs 8 * o + g, o < 4, and of the inputs 8 * j + 2 * t and the one after, j < 4. So its sums are
-// over its own inputs; the four lanes t of an output are added at the end.
+// outputs 8 * o + g, o < 4, and of the inputs 8 * j + 2 * t and the one after, j < 4. So its sums
+// are over its own inputs; the four lanes t of an output are added at the end.
 #pragma once
 
 #include "common.cuh"
@@ -49,10 +49,10 @@ __device__ inline void int4_tile(const uint4& w, const float (&scale)[kInt4Outpu
   }
 }
 
-// out[r][o] = the tiles first, first + step, ... of one tile row (w: [tiles, 128], scale: [tiles, 32])
-// times the rows x[r], by one warp: o < kInt4Tile. kAhead tiles are loaded before the
-// first is multiplied. stage: kAhead * R * kInt4Tile floats of the warp's own, on 16 bytes.
-// The order of a sum depends on tiles, first and step alone.
+// out[r][o], o < kInt4Tile: the tiles first, first + step, ... of one tile row, times the rows x[r],
+// by one warp. w: [tiles, 128]; scale: [tiles, 32]; stage: kAhead * R * kInt4Tile floats of the
+// warp's own, on 16 bytes. kAhead tiles are loaded before the first is multiplied; the order of a
+// sum depends on tiles, first and step alone.
 template <int R, int kAhead, class Element>
 __device__ inline void int4_tiles(const int32_t* w, const Element* scale, int tiles, int first,
                                   int step, const Element* const* x, float* stage, float* out) {

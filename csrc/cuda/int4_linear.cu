@@ -2,8 +2,8 @@
 //
 //   y[t, o] = sum_i x[t, i] * (code[o, i] - 8) * scale[o, i / 32]
 //
-// Grid    one block per (tile row of 32 outputs, block of up to kRows rows), the blocks of a tile row
-//         side by side; warp w takes the tiles w, w + kWarps, ... of the tile row.
+// Grid    one block per (block of up to kRows rows, tile row of 32 outputs), rows first, so that
+//         neighbours share weights in L2; warp w takes the tiles w, w + kWarps, ... of a tile row.
 // Smem    R rows of the tiles in flight, as floats, per warp; then the warps' sums, added in order.
 // Reads   weights once per row block (from HBM once), x once per tile row (from L2).
 // Floor   O * I * (1/2 + 1/16) bytes of HBM with bf16 scales: 16.5 MB at O = 4096, I = 7168, 3.4 us
@@ -21,7 +21,7 @@ constexpr int kRows = 8;
 
 // Tiles that a warp loads ahead: enough bytes in flight, few enough registers.
 template <int R>
-constexpr int kAhead = R > 4 ? 1 : R > 1 ? 2 : 4;
+constexpr int kAhead = R == 1 ? 4 : R == kRows ? 1 : 2;
 
 // The rows of a block: a row has the same bits in each.
 int row_block(int T) { return T > 4 ? kRows : T > 2 ? 4 : T; }
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int r = 0; r < R; ++r)  // beyond the last row, the last row again: it is not stored
     x[r] = static_cast<const Element*>(p.x) + min(first + r, p.T - 1) * p.x_stride;
   int4_tiles<R, kAhead<R>>(p.w + tile_row * tiles * kInt4Words,
-                static_cast<const Element*>(p.scale) + tile_row * tiles * kInt4Tile, tiles, warp,
-                kWarps, x, stage[warp], partial[warp]);
+                           static_cast<const Element*>(p.scale) + tile_row * tiles * kInt4Tile,
+                           tiles, warp, kWarps, x, stage[warp], partial[warp]);
   __syncthreads();
 
   const int r = threadIdx.x / kInt4Tile, o = threadIdx.x % kInt4Tile;

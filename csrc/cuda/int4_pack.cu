@@ -1,6 +1,6 @@
 // INT4 packing: compressed-tensors codes into the tiles of Int4PackParams, once at load.
 //
-//   packed[tile][4 * lane + word]: the two codes that lane (g, t) takes of a code word are its byte t
+//   packed[tile][4 * lane + word]: of each code word, lane (g, t) takes the two codes of byte t
 //
 // Grid    one thread per packed word; the first kInt4Tile threads of a tile move its scales too.
 // Reads   codes once from HBM (four lanes share each word, from L1), scales once.
@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(kThreads)
     int4_pack_kernel(const __grid_constant__ Int4PackParams p) {
   const int tiles = p.I / kInt4Tile, words = p.I / 8;
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t tile = at / kInt4Words;                 // of [E, O / 32, I / 32]
-  const int64_t first = tile / tiles * kInt4Tile;       // its first output, of [E, O]
-  const int column = static_cast<int>(tile % tiles);    // its place among the tiles of a row
+  const int64_t tile = at / kInt4Words;               // of [E, O / 32, I / 32]
+  const int64_t first = tile / tiles * kInt4Tile;     // its first output, of [E, O]
+  const int column = static_cast<int>(tile % tiles);  // its place among the tiles of a row
   const int i = static_cast<int>(at % kInt4Words);
   if (first >= int64_t{p.E} * p.O) return;
 

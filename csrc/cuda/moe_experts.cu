@@ -3,17 +3,17 @@
 //   h[t, k] = silu(gate[ids[t, k]] x[t]) * (up[ids[t, k]] x[t]), rounded to dtype
 //   y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]
 //
-// Grid    hidden and down kernels: one block per (slot, tile of outputs), a slot being a pair (t, k)
-//         where there are at most E of them, else an expert; blocks without a row of their own leave
-//         at once. sum_kernel: one thread per element of y.
+// Grid    hidden and down kernels: one block per (slot, tile of outputs), a slot being a pair
+//         (t, k) where there are fewer of them than experts, else an expert; blocks without a row
+//         of their own leave at once. sum_kernel: one thread per element of y.
 // Tiling  a block takes its expert's rows in groups of up to kMoeRows. INT4: a tile is 32 outputs,
 //         whose inputs the eight warps split (in the hidden kernel four the gate's, four the up's);
 //         the warps' sums meet in shared memory, in order. Plain weights: kPlainTile outputs, four
 //         weight rows at a time by block_dot (in the hidden kernel two of the gate and two of up).
 // Smem    the pairs of the expert among kMoeIds ids; INT4: the rows in flight and the warps' sums.
 // Reads   a touched expert's weights once per group of its rows (from HBM once), rows from L2.
-// Floor   the touched experts' weights: 24.8 MB each for Kimi K2 INT4 (D = 7168, F = 2048), so 198 MB
-//         at T = 1, K = 8, 41 us at 4.8 TB/s (H200).
+// Floor   the touched experts' weights: 24.8 MB each for Kimi K2 INT4 (D = 7168, F = 2048), so
+//         198 MB at T = 1, K = 8, 41 us at 4.8 TB/s (H200).
 // Needs   packed weights on 16 bytes; T * K an int.
 #include "dot.cuh"
 #include "int4.cuh"
@@ -24,21 +24,22 @@ namespace {
 
 constexpr int kThreads = 256;  // of the INT4 kernels and of sum_kernel
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocks = 2;       // INT4 blocks a processor that registers must allow
+constexpr int kPlainBlocks = 3;  // plain ones
+constexpr int kPlainTile = 16;   // outputs of a block: fewer would look through the ids too often
+constexpr int kPlainRows = 4;    // weight rows of a block at a time
+static_assert(kMoeRows * kInt4Tile <= kThreads, "a thread per sum");
+static_assert(kMoeRows * kPlainRows <= kWarp, "block_dot's sums in one warp");
 
 // Tiles of INT4 weights that a warp loads ahead.
 template <int R>
 constexpr int kAhead = kMoeRows / R;
 
-constexpr int kPlainTile = 16;  // outputs of a block: fewer would look through the ids too often
-constexpr int kPlainRows = 4;   // weight rows of a block at a time
-static_assert(kMoeRows * kInt4Tile <= kThreads, "a thread per sum");
-static_assert(kMoeRows * kPlainRows <= kWarp, "block_dot's sums in one warp");
-
 __device__ float silu(float x) { return x / (1 + expf(-x)); }
 
 template <class Element>
 struct Int4Smem {
-  alignas(16) float stage[kWarps][kMoeRows * kInt4Tile];  // of kAhead<R> * R rows, R = 1 or kMoeRows
+  alignas(16) float stage[kWarps][kMoeRows * kInt4Tile];  // kAhead<R> tiles of R rows
   float sums[kWarps][kMoeRows * kInt4Tile];
   const Element* row[kMoeRows];
   MoePairs<kThreads> pairs;
@@ -52,7 +53,7 @@ struct Int4Smem {
 };
 
 template <class Element>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     int4_hidden_kernel(const __grid_constant__ MoeExpertsParams p) {
   __shared__ Int4Smem<Element> smem;
   const int hidden_tiles = p.F / kInt4Tile, tile = blockIdx.x % hidden_tiles;
@@ -67,7 +68,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       smem.row[threadIdx.x] = static_cast<const Element*>(p.x) +
                               pairs[min(int(threadIdx.x), count - 1)] / p.K * p.x_stride;
     __syncthreads();
-    int4_tiles<R, kAhead<R>>(w, scale, tiles, warp % half, half, smem.row, smem.stage[warp], smem.sums[warp]);
+    int4_tiles<R, kAhead<R>>(w, scale, tiles, warp % half, half, smem.row, smem.stage[warp],
+                             smem.sums[warp]);
     __syncthreads();
     const int r = threadIdx.x / kInt4Tile, f = tile * kInt4Tile + threadIdx.x % kInt4Tile;
     if (r < count)
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     int4_down_kernel(const __grid_constant__ MoeExpertsParams p) {
   __shared__ Int4Smem<Element> smem;
   const int tile_rows = p.D / kInt4Tile, tile = blockIdx.x % tile_rows;
@@ -93,7 +95,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       smem.row[threadIdx.x] = static_cast<const Element*>(p.hidden) +
                               int64_t{pairs[min(int(threadIdx.x), count - 1)]} * p.F;
     __syncthreads();
-    int4_tiles<R, kAhead<R>>(w, scale, tiles, warp, kWarps, smem.row, smem.stage[warp], smem.sums[warp]);
+    int4_tiles<R, kAhead<R>>(w, scale, tiles, warp, kWarps, smem.row, smem.stage[warp],
+                             smem.sums[warp]);
     __syncthreads();
     const int r = threadIdx.x / kInt4Tile, d = tile * kInt4Tile + threadIdx.x % kInt4Tile;
     if (r < count) p.partial[int64_t{pairs[r]} * p.D + d] = smem.sum(0, kWarps);
@@ -102,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kDotThreads)
+__global__ void __launch_bounds__(kDotThreads, kPlainBlocks)
     plain_hidden_kernel(const __grid_constant__ MoeExpertsParams p) {
   __shared__ MoePairs<kDotThreads> found;
   const int tiles = (p.F - 1) / kPlainTile + 1, first = blockIdx.x % tiles * kPlainTile;
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kDotThreads)
 }
 
 template <class Element, bool kAligned>
-__global__ void __launch_bounds__(kDotThreads)
+__global__ void __launch_bounds__(kDotThreads, kPlainBlocks)
     plain_down_kernel(const __grid_constant__ MoeExpertsParams p) {
   __shared__ MoePairs<kDotThreads> found;
   const int tiles = (p.D - 1) / kPlainTile + 1, first = blockIdx.x % tiles * kPlainTile;

@@ -70,7 +70,8 @@ __device__ float group_score(const MoeRouteParams& p, const float* score, int fi
   return p.group_sum2 && size > 1 ? best + second : best;
 }
 
-__global__ void __launch_bounds__(kWarp) moe_route_kernel(const __grid_constant__ MoeRouteParams p) {
+__global__ void __launch_bounds__(kWarp)
+    moe_route_kernel(const __grid_constant__ MoeRouteParams p) {
   const int64_t t = blockIdx.x;
   const int lane = threadIdx.x, size = p.E / p.groups;
   const float* logits = p.logits + t * p.E;

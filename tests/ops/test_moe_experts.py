@@ -26,7 +26,10 @@ class Bank:
 
 class Case:
     def __init__(self, T, D, F, E, K, kind, device, rng):
-        self.gate_up, self.down = Bank(E, 2 * F, D, kind, device, rng), Bank(E, D, F, kind, device, rng)
+        self.gate_up, self.down = (
+            Bank(E, 2 * F, D, kind, device, rng),
+            Bank(E, D, F, kind, device, rng),
+        )
         self.dtype = self.gate_up.dtype
         x = torch.full((T, D + 3), torch.nan)  # rows stand apart, with poison between them
         x[:, :D] = torch.randn(T, D, generator=rng)
@@ -145,7 +148,7 @@ def test_hidden_is_rounded(device):
     gate_up[0, :D] = gate_up[0, D:] = torch.eye(D)
     down = torch.eye(D)[None] * (1 + 2.0**-7)
     x = torch.linspace(0.5, 3, D)[None].bfloat16()
-    h = (x.double() / (1 + (-x.double()).exp()) * x.double())
+    h = x.double() / (1 + (-x.double()).exp()) * x.double()
     want = (h.bfloat16().double() * (1 + 2.0**-7)).bfloat16()
     assert not torch.equal(want, (h * (1 + 2.0**-7)).bfloat16())
     ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -207,7 +210,9 @@ def test_banks_over_4_gb(kind, device):
         y = ops.moe_experts(x, ids, weights, gate_up, down, gate_up_scale, down_scale)
         one = slice(e, e + 1)
         scales = [s if s is None else s[one].clone() for s in (gate_up_scale, down_scale)]
-        want = ops.moe_experts(x, ids * 0, weights, gate_up[one].clone(), down[one].clone(), *scales)
+        want = ops.moe_experts(
+            x, ids * 0, weights, gate_up[one].clone(), down[one].clone(), *scales
+        )
         assert torch.equal(y, want) and y.isfinite().all() and (y != 0).any()
 
 
@@ -248,7 +253,11 @@ def test_registration(kind, device, rng):
             {"down_scale": torch.zeros(2, 1, 1, 31)},
             r"down_scale has shape \[2, 1, 1, 31\], wants \[2, 1, 1, 32\]",
         ),
-        ("int4-float32", {"gate_up": torch.zeros(64, 32).int()}, "gate_up has shape .*4 dimensions"),
+        (
+            "int4-float32",
+            {"gate_up": torch.zeros(64, 32).int()},
+            "gate_up has shape .*4 dimensions",
+        ),
         ("int4-float32", {"x": torch.zeros(2, 33), "shared": None}, "D is 33, wants a multiple"),
     ],
 )

@@ -20,7 +20,7 @@ def scores_ref(logits: np.ndarray, scoring: str) -> np.ndarray:
 
 
 def route_ref(logits, bias, K, groups, kept_groups, scoring, group_score, normalize, scale):
-    """ids, weights, and per row the least margin of a choice or an order, relative to the scores."""
+    """ids, weights, and per row the least margin of a choice or order, relative to the scores."""
     T, E = logits.shape
     s = scores_ref(logits.double().cpu().numpy(), scoring)
     c = s if bias is None else s + bias.double().cpu().numpy()
@@ -80,7 +80,8 @@ def test_every_size(E, scoring, device, rng):
 
 @pytest.mark.parametrize("group_score", ["sum2", "max"])
 @pytest.mark.parametrize(
-    "E, K, groups, kept", [(256, 8, 8, 4), (160, 6, 8, 3), (64, 64, 4, 4), (6, 2, 6, 3), (9, 3, 3, 1)]
+    "E, K, groups, kept",
+    [(256, 8, 8, 4), (160, 6, 8, 3), (64, 64, 4, 4), (6, 2, 6, 3), (9, 3, 3, 1)],
 )
 def test_groups(E, K, groups, kept, group_score, device, rng):
     options = {"groups": groups, "kept_groups": kept, "group_score": group_score}
@@ -101,9 +102,7 @@ def test_group_score_is_the_two_best_and_masked_is_lowest(device):
     bias = torch.tensor([-0.95] * 4 + [-1.2] * 4)
     options = {"groups": 2, "kept_groups": 1}
     check(logits, bias, 2, device, **options)
-    ids, _ = ops.moe_route(
-        logits.to(device), bias.to(device), None, experts_per_token=2, **options
-    )
+    ids, _ = ops.moe_route(logits.to(device), bias.to(device), None, experts_per_token=2, **options)
     assert ids.tolist() == [[0, 1]]
     # Group 1 has the best expert, group 0 the better pair.
     logits = torch.tensor([[1.0, 1, -9, -9, 2, -9, -9, -9]], device=device)
