@@ -213,7 +213,8 @@ struct KvCompactParams {
   int element_size;  // bytes
 };
 
-// The k best of each row, best first, ties to the lower id: logprob = logit - logsumexp(row)
+// The k best of each row, best first, ties to the lower id: logprob = logit - logsumexp(row), NaN where
+// the row holds a NaN, a +inf or nothing but -inf. W <= 2^24.
 struct TopLogprobsParams {
   const float* logits;  // [T, W]
   float* logprob;       // [T, k]

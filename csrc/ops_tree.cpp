@@ -7,7 +7,7 @@
 namespace kdtree {
 namespace {
 
-constexpr int64_t kMaxBest = 64;              // a draft tree's width at most
+constexpr int64_t kMaxBest = 64;             // a draft tree's width at most
 constexpr int64_t kMaxVocabulary = 1 << 24;  // so that a row's mass fits 64 bits: cpu/vocab.h
 
 void check_float(const char* name, const Tensor& t) {
@@ -17,8 +17,7 @@ void check_float(const char* name, const Tensor& t) {
 }
 
 void check_vocabulary(int64_t W) {
-  require(W >= 1 && W <= kMaxVocabulary, "logits has ", W, " columns, wants 1 to ",
-          kMaxVocabulary);
+  require(W >= 1 && W <= kMaxVocabulary, "logits has ", W, " columns, wants 1 to ", kMaxVocabulary);
 }
 
 template <auto Launch>

@@ -93,8 +93,8 @@ int argmax_noisy(const std::vector<float>& scaled, float max, Noise at) {
   return token;
 }
 
-// Moves the best of ranks to the front, down to the one whose weight makes the sum reach target, and
-// cuts off the others.
+// Moves the best of ranks to the front, down to the one whose weight makes the sum reach target,
+// and cuts off the others.
 template <class Weight>
 void keep_best(std::vector<uint64_t>& ranks, uint64_t target, Weight weight) {
   auto low = ranks.begin(), high = ranks.end();  // the last one to keep is in low .. high - 1
@@ -162,9 +162,9 @@ void sample(const SampleParams& p, Stream) {
   parallel_for(int64_t{p.B} * p.N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int32_t position = p.position[t];
-      const Drawn drawn = position < 0 ? Drawn{-1, 0, true}
-                                       : draw(p, static_cast<int>(t / p.N), p.logits + t * p.W,
-                                              position);
+      const Drawn drawn = position < 0
+                              ? Drawn{-1, 0, true}
+                              : draw(p, static_cast<int>(t / p.N), p.logits + t * p.W, position);
       p.token[t] = drawn.token;
       p.logprob[t] = drawn.logprob;
       p.finite[t] = drawn.finite;

@@ -5,8 +5,8 @@ namespace {
 
 constexpr int kPadding = -2;  // parent of a missing node
 
-// The earliest child of node that carries token, or -1. Children stand after their parent, so a walk
-// ends whatever the array holds.
+// The earliest child of node that carries token, or -1. Children stand after their parent, so a
+// walk ends whatever the array holds.
 int child_with(const int64_t* token, const int32_t* parent, int N, int node, int64_t wanted) {
   if (wanted < 0) return -1;
   for (int child = node + 1; child < N; ++child)

@@ -1,11 +1,13 @@
 // The draw of the token that follows each row.
 //
-//   token = argmax over the kept ids of fl(logit / temperature) - log(-log u(seed, id, position + 1))
-//   u = ((x >> 9) + 1/2) 2^-23, x = word id % 4 of Philox4x32-10(key seed, counter id / 4, position)
+//   token = argmax over the kept ids of fl(logit / temperature) + g(seed, id, position + 1)
+//   g = -log(-log u), u = ((x >> 9) + 1/2) 2^-23, x = word id % 4 of Philox4x32-10 with the seed as
+//   key and (id / 4, position + 1, 0) as counter
 //
 // Grid    a cluster of kTeam blocks a row; each reads its share of the row in 16-byte vectors.
-// Reads   the row once from HBM, then from L1 and L2: once for the draw and the sum of exponentials,
-//         and for each of top-k and top-p once a digit of its select (about 4), top-p once more.
+// Reads   the row once from HBM, then from L1 and L2: once for the draw and the sum of
+//         exponentials, and for each of top-k and top-p once a digit of its select (about 4),
+//         top-p once more.
 // Floor   4 * T * W bytes of HBM: 0.66 MB and 0.14 us a row at W = 163840 and 4.8 TB/s (H200). A
 //         pass over a block's 20480 ids takes about 2 us, that with the noise about 5 us.
 // Needs   W <= 2^24.
@@ -67,7 +69,7 @@ struct Draw {
         return code <= last;
       };
       uint64_t mass = 0;
-      for_share(row, W, [&](int id, const float(&x)[kQuad]) {
+      for_share(row, W, [&](int id, const float (&x)[kQuad]) {
         for (int i = 0; i < kQuad; ++i) {
           uint64_t code, weight;
           if (entry(id + i, x[i], code, weight)) mass += weight;
@@ -86,7 +88,7 @@ struct Draw {
     const float best = scaled(max);
     float sure = best + kMinNoise;
     uint64_t winner = 0;
-    for_share(row, W, [&](int id, const float(&x)[kQuad]) {
+    for_share(row, W, [&](int id, const float (&x)[kQuad]) {
       float y[kQuad];
       bool may_win = false;
 #pragma unroll
@@ -127,7 +129,7 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 1)
   if (position < 0) return write(-1, 0, true);  // the whole team leaves
 
   uint64_t winner = 0;
-  for_share(row, p.W, [&](int id, const float(&x)[kQuad]) {
+  for_share(row, p.W, [&](int id, const float (&x)[kQuad]) {
     for (int i = 0; i < kQuad; ++i) winner = max(winner, rank_of(x[i], id + i));
   });
   winner = team_max(winner);
@@ -137,12 +139,12 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 1)
   uint64_t mass = 0;
   const float temperature = p.temperature[b];
   if (temperature > 0) {
-    Draw draw{row, p.W, max, temperature, p.min_p[b], static_cast<uint64_t>(p.seed[b]),
-              static_cast<uint64_t>(int64_t{position} + 1)};
+    const auto next = static_cast<uint64_t>(int64_t{position} + 1);
+    Draw draw{row, p.W, max, temperature, p.min_p[b], static_cast<uint64_t>(p.seed[b]), next};
     draw.filter(p.top_k[b], p.top_p[b]);
     winner = team_max(draw.best_noisy(mass));
   } else {
-    for_share(row, p.W, [&](int, const float(&x)[kQuad]) {
+    for_share(row, p.W, [&](int, const float (&x)[kQuad]) {
       for (int i = 0; i < kQuad; ++i) mass += mass_of(x[i] - max);
     });
   }

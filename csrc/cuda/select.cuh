@@ -1,8 +1,8 @@
 // The best ids of a row, by radix select over codes that ascend from the best id to the worst.
 //
 // A code is 8 digits of 8 bits: how far the value lies below the row's maximum, in eighths of a nat
-// (linear, so that a row's many small values spread over many bins); then the value's bits; then the
-// id. Codes are distinct, so the choice is exact, ties included.
+// (linear, so that a row's many small values spread over many bins); then the value's bits; then
+// the id. Codes are distinct, so the choice is exact, ties included.
 #pragma once
 
 #include "vocab.cuh"
@@ -96,7 +96,7 @@ __device__ uint64_t last_code(const float* row, int W, uint64_t target, bool uni
     int run_bin = 0;  // a run of entries of one bin is added at once
     uint32_t run_count = 0;
     uint64_t run_weight = 0;
-    for_share(row, W, [&](int id, const float(&x)[kQuad]) {
+    for_share(row, W, [&](int id, const float (&x)[kQuad]) {
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
         uint64_t code, weight;
@@ -115,7 +115,8 @@ __device__ uint64_t last_code(const float* row, int W, uint64_t target, bool uni
     prefix |= static_cast<uint64_t>(bin.index) << shift;
     if (shift == 0) return prefix;
     // One entry, or all of them: what the lower digits are does not matter.
-    if (bin.count == 1 || (unit && bin.through == target)) return prefix | ((uint64_t{1} << shift) - 1);
+    if (bin.count == 1 || (unit && bin.through == target))
+      return prefix | ((uint64_t{1} << shift) - 1);
     target -= bin.before;
   }
 }

@@ -29,20 +29,20 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads)
   const float* row = p.logits + t * p.W;
 
   uint64_t top = 0;
-  for_share(row, p.W, [&](int id, const float(&x)[kQuad]) {
+  for_share(row, p.W, [&](int id, const float (&x)[kQuad]) {
     for (int i = 0; i < kQuad; ++i) top = max(top, rank_of(x[i], id + i));
   });
   const float max = value_of(team_max(top) >> 32);
-  const uint64_t last = last_code(row, p.W, p.k, true, [&](int id, float x, uint64_t& code,
-                                                           uint64_t& weight) {
-    code = code_of(x, max, id), weight = 1;
-    return id < p.W;
-  });
+  const uint64_t last =
+      last_code(row, p.W, p.k, true, [&](int id, float x, uint64_t& code, uint64_t& weight) {
+        code = code_of(x, max, id), weight = 1;
+        return id < p.W;
+      });
 
   if (threadIdx.x == 0) best.count = 0;
   __syncthreads();
   uint64_t mass = 0;
-  for_share(row, p.W, [&](int id, const float(&x)[kQuad]) {
+  for_share(row, p.W, [&](int id, const float (&x)[kQuad]) {
     for (int i = 0; i < kQuad; ++i) {
       const uint64_t code = code_of(x[i], max, id + i);
       mass += mass_of(x[i] - max);

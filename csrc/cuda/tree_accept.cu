@@ -31,9 +31,9 @@ __global__ void __launch_bounds__(kWarp)
   Node nodes[kSlots];
   for (int s = 0; s < kSlots; ++s) {
     const int n = s * kWarp + lane;
-    nodes[s] = n < p.N ? Node{p.token[row + n], p.target[row + n], p.parent[row + n],
-                              p.finite[row + n]}
-                       : Node{-1, -1, kPadding, true};
+    nodes[s] = n < p.N
+                   ? Node{p.token[row + n], p.target[row + n], p.parent[row + n], p.finite[row + n]}
+                   : Node{-1, -1, kPadding, true};
   }
 
   // Every lane knows the node; children stand after their parent, so the walk ends whatever parent
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kWarp)
   int node = __shfl_sync(~0u, nodes[0].parent, 0) == kPadding ? kMaxNodes : 0;
   while (node < kMaxNodes && length < p.J && !failed) {
     const bool upper = node >= kWarp;
-    const int64_t target = __shfl_sync(~0u, upper ? nodes[1].target : nodes[0].target, node % kWarp);
+    const int64_t target =
+        __shfl_sync(~0u, upper ? nodes[1].target : nodes[0].target, node % kWarp);
     failed = !__shfl_sync(~0u, int(upper ? nodes[1].finite : nodes[0].finite), node % kWarp);
     if (failed) break;
     if (lane == 0) path[length] = node, tokens[length] = target;

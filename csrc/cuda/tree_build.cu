@@ -10,7 +10,7 @@
 //         and two new heads, the taken one's successor and the new node's first. Successors are
 //         read two steps ahead, so only the new node's list is waited for.
 // Smem    the sorted lists, as (score, candidate) where that fits, else as candidates alone, whose
-//         scores are read again from L1 or L2.
+//         scores are read again from L1 or L2; and the candidates' tokens.
 // Floor   launch and N - 1 dependent steps of two reductions and one shared read, about 130 cycles
 //         each: 63 steps take 4.5 us at 1.8 GHz.
 // Needs   N <= 64, M <= 64, J <= 15.
@@ -23,7 +23,7 @@ constexpr int kThreads = 1024;
 constexpr int kSlots = kMaxNodes / kWarp;  // nodes a lane keeps
 constexpr int kAhead = 3;                  // entries of a list that a head has read
 constexpr int kPadding = -2;               // parent of a missing node
-constexpr int kMaxSmem = 96 * 1024;        // the device's 99 KB less the static arrays
+constexpr int kMaxSmem = 88 * 1024;        // the device's 99 KB less the static arrays
 
 // An index of node or candidate takes 6 bits of a code, its lowest bit says "merged".
 constexpr int kIndexMask = kMaxNodes - 1, kCandidateShift = 1, kParentShift = 7, kDepthShift = 13;
@@ -92,10 +92,10 @@ struct Lists {
 
 // The best untaken child of a node.
 struct Head {
-  uint32_t key;    // of the child's score; 0 where there is no child
-  uint32_t code;   // depth | parent | candidate | merged: breaks ties and names the child
-  float score;     // of the node
-  int next, end;   // where the list goes on
+  uint32_t key;         // of the child's score; 0 where there is no child
+  uint32_t code;        // depth | parent | candidate | merged: breaks ties and names the child
+  float score;          // of the node
+  int next, end;        // where the list goes on
   Entry first, second;  // its next two entries
 };
 
@@ -105,7 +105,8 @@ __device__ void place(Head& h, int depth, int node, Entry entry, float taken) {
   const float sum = h.score + entry.score;
   const bool merged = sum == taken || sum == h.score + h.first.score;
   h.key = key_of(sum);
-  h.code = depth << kDepthShift | node << kParentShift | entry.candidate << kCandidateShift | merged;
+  h.code =
+      depth << kDepthShift | node << kParentShift | entry.candidate << kCandidateShift | merged;
 }
 
 // Of the children of a node that share the score sum, the one that comes after those taken: rank is
@@ -204,6 +205,7 @@ template <bool kStaged>
 __global__ void __launch_bounds__(kThreads)
     tree_build_kernel(const __grid_constant__ TreeBuildParams p) {
   extern __shared__ __align__(16) char smem[];
+  __shared__ int64_t tokens[kMaxDepth * kMaxNodes];
   __shared__ uint32_t codes[kMaxNodes];
   __shared__ float scores[kMaxNodes];
   __shared__ int nodes;
@@ -211,6 +213,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t lists_size = int64_t{p.edges ? p.J * p.M : p.J} * p.M;
   const Lists<kStaged> lists{p.score + b * lists_size, smem, p.M, p.edges};
 
+  const int64_t* candidates = p.candidate + b * p.J * p.M;
+  for (int i = threadIdx.x; i < p.J * p.M; i += kThreads) tokens[i] = candidates[i];
+  const int64_t root = p.root[b];
   lists.sort(p.J);
   __syncthreads();
   if (threadIdx.x < kWarp) {
@@ -226,13 +231,13 @@ __global__ void __launch_bounds__(kThreads)
   int parent = kPadding, depth = 0;
   float score = -INFINITY;
   if (n == 0) {
-    token = p.root[b], ancestors = 1, parent = -1, score = 0;
+    token = root, ancestors = 1, parent = -1, score = 0;
   } else if (n < nodes) {
     const int candidate = codes[n] >> kCandidateShift & kIndexMask;
     depth = codes[n] >> kDepthShift;
     parent = codes[n] >> kParentShift & kIndexMask;
     score = scores[n];
-    token = p.candidate[(b * p.J + depth - 1) * p.M + candidate];
+    token = tokens[(depth - 1) * p.M + candidate];
     ancestors = 1;  // the root
     for (int a = n; a > 0; a = codes[a] >> kParentShift & kIndexMask) ancestors |= int64_t{1} << a;
   }

@@ -3,8 +3,8 @@
 //
 // A row belongs to a cluster of kTeam blocks, so that a few rows keep many SMs busy. Every number
 // that crosses threads or blocks is an integer under max or add, so no result depends on who read
-// what. Masses are sums of exp(x - max) in units of 2^-40; 2^24 of them fit 64 bits. exp and log are
-// written out with explicit fmas: they have the same bits as the CPU's.
+// what. Masses are sums of exp(x - max) in units of 2^-40; 2^24 of them fit 64 bits. exp and log
+// are written out with explicit fmas: they have the same bits as the CPU's.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -83,8 +83,8 @@ __device__ inline float logprob_of(float x, float max, uint64_t mass) {
 
 inline __device__ auto team() { return cooperative_groups::this_cluster(); }
 
-// Calls f(id, x) for each quad of ids id .. id + 3 of the block's share of a row; past the row's end
-// x is -inf.
+// Calls f(id, x) for each quad of ids id .. id + 3 of the block's share of a row; past the row's
+// end x is -inf.
 template <class F>
 __device__ void for_share(const float* row, int W, F f) {
   const int quads = (W + kQuad - 1) / kQuad, share = (quads + kTeam - 1) / kTeam;

@@ -10,8 +10,9 @@ from kdtree.ops._library import ops
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of each row with their exact log-probabilities, ties to the lower id.
 
-    logits: [T, W] float32, contiguous; k: 1 .. min(W, 64)
-    returns log-probabilities [T, k] float32, best first, and ids [T, k] int64
+    logits: [T, W] float32, contiguous, W <= 2^24; k: 1 .. min(W, 64)
+    returns log-probabilities [T, k] float32, best first, and ids [T, k] int64; a row with a NaN, a
+    +inf or nothing but -inf has no log-probabilities: NaN
     """
     return ops.top_logprobs(logits, k)
 
@@ -57,7 +58,7 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws the token that follows each row: Gumbel-max, noise by seed and position alone.
 
-    logits: [B, N, W] float32, contiguous
+    logits: [B, N, W] float32, contiguous, W <= 2^24
     position: [B, N] int32, of the row (the drawn token stands at position + 1); negative at padding
     seed: [B] int64; temperature: [B] float32, 0 for argmax; top_k: [B] int32, 0 for all;
     top_p: [B] float32 in (0, 1]; min_p: [B] float32 in [0, 1)
