@@ -40,7 +40,7 @@ struct Shape {
 // of 2^f, |f| <= 1/2, ends at ln(2)^7 / 7!: the next term is below 2^-27.
 [[gnu::always_inline]] inline float exp2_negative(float x) {
   constexpr float kLowest = -126;
-  constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it rounds to an integer, kept in its bits
+  constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it leaves an integer in the low bits
   constexpr int kRoundBits = 0x4b400000, kBias = 127, kMantissa = 23;
   const float rounded = (x < kLowest ? kLowest : x) + kRound;
   const float f = (x < kLowest ? kLowest : x) - (rounded - kRound);

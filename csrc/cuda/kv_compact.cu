@@ -3,11 +3,12 @@
 //   row(context[b] + i) = row(context[b] + path[b, i]) for i < length[b], in every layer
 //
 // Grid    one block per (sequence, layer). A thread owns columns of the rows and moves them kMoves
-//         rows at a time, all loads before the stores, so no thread waits for another: row i's target
-//         lies below every later row's source.
-// Floor   2 * L * moved rows * Z elements of HBM: at 61 layers, 576 bf16, 8 rows of 8 sequences that
-//         is 9 MB, 2 us at 4.8 TB/s (H200); one sequence is bound by launch latency.
-// Needs   nothing: rows move in the largest unit, 16 bytes to 1, that divides their size and address.
+//         rows at a time, all loads before the stores, so no thread waits for another: row i's
+//         target lies below every later row's source.
+// Floor   2 * L * moved rows * Z elements of HBM: at 61 layers, 576 bf16, 8 rows of 8 sequences
+//         9 MB, 2 us at 4.8 TB/s (H200); one sequence is bound by launch latency.
+// Needs   nothing: rows move in the largest unit, 16, 4, 2 or 1 bytes, that divides their size and
+//         address.
 #include "common.cuh"
 
 namespace kdtree::cuda {

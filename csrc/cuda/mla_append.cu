@@ -2,7 +2,7 @@
 //
 //   cache[slot[t]] = (latent[t] / sqrt(mean(latent[t]^2) + eps) * w | rotate(rope[t], position[t]))
 //
-// Grid    one block per row; thread i owns the features i, i + kThreads, ... and the pairs likewise.
+// Grid    one block per row; thread i owns features i, i + kThreads, ... and the pairs likewise.
 // Reads   the row twice (the second time from L1), w and one row of the rotation table.
 // Floor   2 * T * (C + R) elements of HBM: at 576 bf16 and T = 64 that is 147 KB, so this kernel is
 //         bound by launch latency.

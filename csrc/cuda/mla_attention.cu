@@ -2,15 +2,15 @@
 //
 //   out[b, n, h] = softmax_j(scale * q[b, n, h] . cache[j]) . cache[j][:C], see MlaAttentionParams
 //
-// A row at position p has ceil(max(p - 15, 0) / kSplit) splits and one part more, the tail: its last
-// kTail positions. The partial kernel leaves each part's largest score, sum of weights and weighted
-// latents in the workspace; the merge kernel adds them in order. Which block computes a part, and what
-// slot holds a key, changes no sum.
+// A row at position p has ceil(max(p - 15, 0) / kSplit) splits and one part more, the tail: its
+// last kTail positions. The partial kernel leaves each part's largest score, sum of weights and
+// weighted latents in the workspace; the merge kernel adds them in order. Which block computes a
+// part, and what slot holds a key, changes no sum.
 //
 // Grid    partial: x = (sequence, node, kHeadBlock heads), y = parts, each block walking every
-//         gridDim.y-th; merge: x = row, y = kThreads latent features. The grid depends on shapes alone:
-//         blocks beyond a row's context end at once. Rows that overflow the workspace take further
-//         launches.
+//         gridDim.y-th; merge: x = row, y = kThreads latent features. The grid depends on shapes
+//         alone: blocks beyond a row's context end at once. Rows that overflow the workspace take
+//         further launches.
 // Tiling  a tile is kTile keys, in shared memory once for the scores and for the sums of latents:
 //
 //           scores: warp w owns keys 4w .. 4w + 3 x 8 heads, its lanes over the features
@@ -26,7 +26,7 @@
 
 #include <algorithm>
 
-#include "mla.cuh"
+#include "mla_attention.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -41,47 +41,6 @@ constexpr int kMaxGridY = 65535;     // of any GPU
 constexpr float kLog2E = 1.442695041f;  // scores are in units of log2 e, so that exp is exp2
 static_assert(kTile >= kTail && kPage % kTile == 0 && kSplit % kTile == 0);
 static_assert(kWarpKeys * kHeadBlock == kWarp, "a warp's scores end one in each lane");
-
-struct AttentionLaunch {
-  MlaAttentionParams p;
-  int64_t first;  // row block of blockIdx.x = 0
-  int parts;      // of a row in the workspace
-  int stages;     // tiles in shared memory
-  bool aligned;   // latents are 16-byte rows at 16-byte addresses
-};
-
-// kHeadBlock rows: heads of one node.
-struct RowBlock {
-  int b, n, head;
-  int context, position;  // position < 0: padding
-  uint64_t ancestors;
-  bool chain;
-
-  __device__ RowBlock(const MlaAttentionParams& p, int64_t i) {
-    const int head_blocks = ceil_div(p.H, kHeadBlock);
-    head = static_cast<int>(i % head_blocks) * kHeadBlock;
-    const int64_t node = i / head_blocks;
-    b = static_cast<int>(node / p.N);
-    n = static_cast<int>(node % p.N);
-    context = p.context[b];
-    chain = p.ancestors == nullptr;
-    ancestors = chain ? 0 : static_cast<uint64_t>(p.ancestors[node]);
-    const int ahead = chain ? n + 1 : __popcll(ancestors);
-    position = ahead > 0 ? context + ahead - 1 : -1;
-  }
-  __device__ int body() const { return max(position - kTail + 1, 0); }  // keys before the tail
-  __device__ int splits() const { return ceil_div(body(), kSplit); }
-  __device__ int64_t row(const MlaAttentionParams& p) const {
-    return (int64_t{b} * p.N + n) * p.H + head;
-  }
-  // The token slot that holds a position: the row's own ancestor's from the context on.
-  __device__ int slot(int at) const {
-    if (chain || at < context) return at;
-    uint64_t word = ancestors;
-    for (int i = at - context; i > 0; --i) word &= word - 1;
-    return context + __ffsll(static_cast<long long>(word)) - 1;
-  }
-};
 
 // Shared memory of the partial kernel.
 template <class Element>
@@ -251,7 +210,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// out = sum over the parts in order of 2^(top - largest top) * acc, divided by the same of the sums.
+// out = sum over the parts in order of 2^(top - largest top) * acc, over the same of the sums.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ AttentionLaunch a) {

@@ -4,10 +4,10 @@
 //
 // Grid    one block per kRows rows, kWarps * kOutputs latent features and head; a last slice of the
 //         features rotates instead.
-// Tiling  a warp owns kOutputs outputs of kRows rows: 32 sums a lane, one a lane after they are summed
-//         over the warp. Lane l holds inputs kVec * l .. kVec * l + kVec - 1 of every kWarp * kVec,
-//         whatever their alignment, so a sum's order depends on P alone.
-// Reads   w_uk once per kRows rows (from L2 after the first: the row blocks of a slice run together).
+// Tiling  a warp owns kOutputs outputs of kRows rows: 32 sums a lane, one a lane after they are
+//         summed over the warp. Lane l holds inputs kVec * l .. kVec * l + kVec - 1 of every
+//         kWarp * kVec, whatever their alignment, so a sum's order depends on P alone.
+// Reads   w_uk once per kRows rows (from L2 after the first: a slice's row blocks run together).
 // Floor   H * C * P weights of HBM: 8.4 MB at 64 heads, 512 x 128 bf16, 1.7 us at 4.8 TB/s (H200).
 // Needs   nothing; P a multiple of kVec and 8-byte (bf16) or 16-byte (float32) rows are faster.
 #include "mla.cuh"

@@ -12,7 +12,8 @@ def mla_query(q: Tensor, w_uk: Tensor, rope: Tensor, position: Tensor, interleav
     q: [T, H, P + R], rows may be strided, heads and features contiguous; float32 or bfloat16
     w_uk: [H, C, P], dtype of q
     rope: [positions, R] float32, R / 2 cosines then R / 2 sines
-    position: [T] int32, < positions; negative marks a padded row, whose output is zero
+    position: [T] int32, < positions (beyond, the last is read); negative marks a padded row, whose
+    output is zero
     interleaved: rotate the pairs (2i, 2i + 1) in place, else (i, i + R / 2)
     returns [T, H, C + R], dtype of q
     """
@@ -40,7 +41,8 @@ def mla_append(
     kv: [T, C + R], rows contiguous, dtype of cache
     w: [C], dtype of cache, the latent norm's weight
     rope: [positions, R] float32 as in mla_query; position: [T] int32
-    slot: [T] int32, page * 64 + offset, distinct; negative marks a padded row, which is skipped
+    slot: [T] int32, page * 64 + offset, distinct; a row whose slot is negative or beyond the cache
+    is padding and skipped
     """
     ops.mla_append(cache, kv, w, eps, rope, position, slot, interleaved)
 
@@ -61,10 +63,10 @@ def mla_attention(
 ) -> Tensor:
     """Verify attention: every tree node attends to the context and to its own ancestors.
 
-    q: [B, N, H, C + R] from mla_query; float32 or bfloat16
+    q: [B, N, H, C + R] from mla_query, C + R <= 768; float32 or bfloat16
     cache: [pages, 64, C + R], dtype of q, holding the context's rows and the nodes' own
     block_table: [B, max_pages] int32, the page of each run of 64 tokens of a sequence
-    context: [B] int32, committed tokens before the root
+    context: [B] int32, committed tokens before the root; the table holds the N slots behind them
     ancestors: [B, N] int64, bit m set for node m an ancestor or self, 0 at padded rows (N <= 64,
     depth <= 15); or None for a chain of any length, row n at position context + n
     latent: C
@@ -84,7 +86,7 @@ def kv_compact(
 ) -> None:
     """Moves each accepted path's rows to their final slots, in every layer, in place.
 
-    cache: [L, pages, 64, Z], contiguous; block_table: [B, max_pages] int32
+    cache: [L, pages, 64, Z], contiguous, any dtype; block_table: [B, max_pages] int32
     context: [B] int32; path: [B, J] int32, ascending node numbers, path[b, i] >= i
     length: [B] int32, how many of path are accepted; slot context + path[i] -> context + i
     """

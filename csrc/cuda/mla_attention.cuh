@@ -1,0 +1,49 @@
+// What the two kernels of mla_attention share: their launch, and the rows a block has.
+#pragma once
+
+#include "mla.cuh"
+
+namespace kdtree::cuda {
+
+struct AttentionLaunch {
+  MlaAttentionParams p;
+  int64_t first;  // row block of blockIdx.x = 0
+  int parts;      // of a row in the workspace
+  int stages;     // tiles in shared memory
+  bool aligned;   // latents are 16-byte rows at 16-byte addresses
+};
+
+// kHeadBlock rows: heads of one node.
+struct RowBlock {
+  int b, n, head;
+  int context, position;  // position < 0: padding
+  uint64_t ancestors;
+  bool chain;
+
+  __device__ RowBlock(const MlaAttentionParams& p, int64_t i) {
+    const int head_blocks = ceil_div(p.H, kHeadBlock);
+    head = static_cast<int>(i % head_blocks) * kHeadBlock;
+    const int64_t node = i / head_blocks;
+    b = static_cast<int>(node / p.N);
+    n = static_cast<int>(node % p.N);
+    context = p.context[b];
+    chain = p.ancestors == nullptr;
+    ancestors = chain ? 0 : static_cast<uint64_t>(p.ancestors[node]);
+    const int ahead = chain ? n + 1 : __popcll(ancestors);
+    position = ahead > 0 ? context + ahead - 1 : -1;
+  }
+  __device__ int body() const { return max(position - kTail + 1, 0); }  // keys before the tail
+  __device__ int splits() const { return ceil_div(body(), kSplit); }
+  __device__ int64_t row(const MlaAttentionParams& p) const {
+    return (int64_t{b} * p.N + n) * p.H + head;
+  }
+  // The token slot that holds a position: the row's own ancestor's from the context on.
+  __device__ int slot(int at) const {
+    if (chain || at < context) return at;
+    uint64_t word = ancestors;
+    for (int i = at - context; i > 0; --i) word &= word - 1;
+    return context + __ffsll(static_cast<long long>(word)) - 1;
+  }
+};
+
+}  // namespace kdtree::cuda
