@@ -15,12 +15,13 @@ constexpr int kLine = 64;             // bytes of a cache line
 
 using Lanes = float[kDotLanes];
 
-// Adds to totals[r][first + o] the lanes of x[r] . w[o] over a run of `count` inputs, whole steps.
-// `ahead` is what a later call reads: with few weight rows the hardware sees the streams too late.
+// Adds to totals[r][first + o], or sets it to, the lanes of x[r] . w[o] over a run of `count`
+// inputs, whole steps. `ahead` is what a later call reads: with few weight rows the hardware sees
+// the streams too late.
 template <int R, int O, class W>
 [[gnu::always_inline]] inline void add_run(const float (*x)[kDotRun], const W* const (&w)[O],
                                            const W* const (&ahead)[O], int count, int first,
-                                           Lanes (*totals)[kDotOutputs]) {
+                                           bool add, Lanes (*totals)[kDotOutputs]) {
   constexpr bool kPrefetch = O <= 4;
   Lanes sum[R][O] = {};
 #pragma GCC unroll 1
@@ -49,8 +50,13 @@ template <int R, int O, class W>
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o)
+      if (add) {
 #pragma GCC unroll 1
-      for (int l = 0; l < kDotLanes; ++l) totals[r][first + o][l] += sum[r][o][l];
+        for (int l = 0; l < kDotLanes; ++l) totals[r][first + o][l] += sum[r][o][l];
+      } else {
+#pragma GCC unroll 1
+        for (int l = 0; l < kDotLanes; ++l) totals[r][first + o][l] = sum[r][o][l];
+      }
 }
 
 // y[o] = the sum of the lanes of totals[o]: the upper half added to the lower until one is left.
@@ -72,7 +78,7 @@ template <int R, int O, class W>
 template <int R, int O, class X, class W>
 [[gnu::always_inline]] inline void dot_block(const X* const* x, const W* const* w, int I,
                                              float (*y)[kDotOutputs]) {
-  alignas(kLine) Lanes totals[R][kDotOutputs] = {};
+  alignas(kLine) Lanes totals[R][kDotOutputs];
   alignas(kLine) float wide[R][kDotRun];
   alignas(kLine) W last[O][kStep] = {};  // the last inputs, no whole step, and zeros after them
   const int whole = I / kStep * kStep;
@@ -95,7 +101,7 @@ template <int R, int O, class X, class W>
         std::copy_n(now[o], count, last[o]);
         now[o] = last[o];
       }
-      add_run<R, O>(wide, now, ahead, count, first, totals);
+      add_run<R, O>(wide, now, ahead, count, first, i > 0, totals);
     }
   }
 #pragma GCC unroll 1
@@ -118,6 +124,10 @@ void dot_padded(int rows, const X* const* x, const W* const* w, int I, float (*y
 template <class X, class W>
 void dot(const X* const* x, int rows, const W* w, int64_t w_stride, int outputs, int I,
          float (*y)[kDotOutputs]) {
+  if (I == 0) {
+    std::fill_n(y[0], rows * kDotOutputs, 0.f);
+    return;
+  }
   const X* xs[kDotRows];  // where there are fewer rows or outputs, the last is computed again
   const W* ws[kDotOutputs];
   for (int r = 0; r < kDotRows; ++r) xs[r] = x[std::min(r, rows - 1)];
