@@ -87,7 +87,6 @@ def test_padding_is_never_accepted(device):
 def test_malformed_trees_end(device):
     """Parents above their nodes, cycles, parents out of range, a chain deeper than the op goes."""
     N = 64
-    same = np.zeros((6, N), dtype=np.int64)
     parent = np.stack(
         [
             np.arange(N),
@@ -96,11 +95,14 @@ def test_malformed_trees_end(device):
             np.full(N, 2**31 - 1),
             np.full(N, -(2**31)),
             np.arange(N) - 1,
+            np.full(N, -2),
         ]
     )
-    parent[:, 0] = [-1, -1, -1, -1, -1, -1]
-    _, length, _, _ = check(same, parent, same, np.ones((6, N), dtype=bool), device)
-    assert length == [1, 1, 2, 1, 1, 16]  # 0 is a fair parent of 32
+    parent[:, 0] = -1
+    parent[6, [1, 2]] = [2, 0]  # root -> 2, and 1 claims to be a child of 2
+    same, finite = np.zeros_like(parent), np.ones_like(parent, dtype=bool)
+    _, length, _, _ = check(same, parent, same, finite, device)
+    assert length == [1, 1, 2, 1, 1, 16, 2]  # 0 is a fair parent of 32
 
 
 def test_sequences_are_independent(device):
