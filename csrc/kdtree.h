@@ -24,15 +24,15 @@ using Stream = CUstream_st*;  // cudaStream_t on CUDA, ignored on CPU
 
 enum class DType : uint8_t { f32, bf16 };
 
-inline constexpr int kPage = 64;       // tokens of a cache page
-inline constexpr int kGroup = 32;      // input features that share an INT4 scale
-inline constexpr int kInt4Tile = 32;   // an INT4 tile is 32 outputs x 32 inputs: see Int4PackParams
+inline constexpr int kPage = 64;      // tokens of a cache page
+inline constexpr int kGroup = 32;     // input features that share an INT4 scale
+inline constexpr int kInt4Tile = 32;  // an INT4 tile is 32 outputs x 32 inputs: see Int4PackParams
 inline constexpr int kInt4Words = 128;  // int32 words of an INT4 tile
-inline constexpr int kTail = 16;       // last positions that attention reduces one by one
-inline constexpr int kSplit = 128;     // positions of a split of attention's other keys
-inline constexpr int kHeadBlock = 8;   // heads that share attention's workspace
-inline constexpr int kMaxNodes = 64;   // tree nodes a sequence: an ancestor set is one 64-bit word
-inline constexpr int kMaxDepth = 15;   // draft depth: a row's ancestors lie in its last kTail keys
+inline constexpr int kTail = 16;        // last positions that attention reduces one by one
+inline constexpr int kSplit = 128;      // positions of a split of attention's other keys
+inline constexpr int kHeadBlock = 8;    // heads that share attention's workspace
+inline constexpr int kMaxNodes = 64;    // tree nodes a sequence: an ancestor set is one 64-bit word
+inline constexpr int kMaxDepth = 15;    // draft depth: a row's ancestors lie in its last kTail keys
 
 // y[t, :] = x[t, :] / sqrt(mean(x[t, :]^2) + eps) * w
 struct RmsNormParams {
@@ -59,9 +59,9 @@ struct AddRmsNormParams {
 
 // y[t, g, o] = sum_i x[t, g, i] * w[g, o, i], accumulated in float32
 struct LinearParams {
-  const void* x;  // [T, G, I], features contiguous
-  const void* w;  // [G, O, I], contiguous
-  void* y;        // [T, G, O], contiguous
+  const void* x;           // [T, G, I], features contiguous
+  const void* w;           // [G, O, I], contiguous
+  void* y;                 // [T, G, O], contiguous
   int64_t x_row, x_group;  // strides of x, elements
   int T, G, O, I;
   DType x_dtype, w_dtype, y_dtype;  // w: of x or f32; y: of x or f32
@@ -96,19 +96,19 @@ struct Int4PackParams {
 
 // y[t, o] = sum_i x[t, i] * (code[o, i] - 8) * scale[o, i / 32]
 struct Int4LinearParams {
-  const void* x;         // [T, I], rows x_stride elements apart
-  const int32_t* w;      // [O / 32, I / 32, 128]
-  const void* scale;     // [O / 32, I / 32, 32]
-  void* y;               // [T, O], contiguous
-  int64_t x_stride;      // elements
+  const void* x;      // [T, I], rows x_stride elements apart
+  const int32_t* w;   // [O / 32, I / 32, 128]
+  const void* scale;  // [O / 32, I / 32, 32]
+  void* y;            // [T, O], contiguous
+  int64_t x_stride;   // elements
   int T, O, I;
   DType dtype;  // of x, scale and y
 };
 
 enum class Scoring : uint8_t { sigmoid, softmax };
 
-// s = scoring(logits[t]); c = s + bias. Experts stand in `groups` equal runs; a group scores the sum
-// of its two best c where group_sum2 (noaux_tc), else its best c; the kept_groups best groups stay.
+// s = scoring(logits[t]); c = s + bias. Experts stand in `groups` equal runs; a group scores the
+// sum of its two best c where group_sum2 (noaux_tc), else its best c; the kept_groups best stay.
 // ids[t] = the K best c of those, best first, ties to the lower id; weights[t] = s[ids], divided by
 // (their sum + 1e-20) where normalize, times scale. A padded row gets ids -1 and weights 0.
 struct MoeRouteParams {
@@ -124,7 +124,7 @@ struct MoeRouteParams {
 };
 
 // h[t, k] = silu(gate[ids[t, k]] x[t]) * (up[ids[t, k]] x[t]), rounded to dtype
-// y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]; ids < 0 skip
+// y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]; no id < 0
 struct MoeExpertsParams {
   const void* x;              // [T, D], rows x_stride elements apart
   const int32_t* ids;         // [T, K], each negative or < E; duplicates are legal
@@ -174,10 +174,10 @@ struct MlaAppendParams {
 };
 
 // Verify attention over the latent cache. Row (b, n) stands at position
-// p = context[b] + popcount(ancestors[b, n]) - 1 and attends to positions 0 .. p; position j < context
-// is at token slot j of the sequence, position j >= context at slot context + m where m is the
-// (j - context)-th set bit of ancestors[b, n]. With ancestors null the rows are a chain: p = context
-// + n and every position is its slot. ancestors[b, n] = 0 marks a padded row, whose output is zero.
+// p = context[b] + popcount(ancestors[b, n]) - 1 and attends to positions 0 .. p. Position j below
+// context is token slot j of the sequence, position j from there on slot context + m where m is
+// the (j - context)-th set bit of ancestors[b, n]. With ancestors null the rows are a chain:
+// p = context + n and every position is its slot. ancestors[b, n] = 0 marks padding: output zero.
 //
 //   out[b, n, h] = softmax_j(scale * q[b, n, h] . cache[j]) . cache[j][:C]
 //
@@ -213,8 +213,8 @@ struct KvCompactParams {
   int element_size;  // bytes
 };
 
-// The k best of each row, best first, ties to the lower id: logprob = logit - logsumexp(row), NaN where
-// the row holds a NaN, a +inf or nothing but -inf. W <= 2^24.
+// The k best of each row, best first, ties to the lower id: logprob = logit - logsumexp(row), NaN
+// where the row holds a NaN, a +inf or nothing but -inf. W <= 2^24.
 struct TopLogprobsParams {
   const float* logits;  // [T, W]
   float* logprob;       // [T, k]
@@ -222,13 +222,13 @@ struct TopLogprobsParams {
   int T, W, k;
 };
 
-// The best-first tree. score(child) = score(parent) + min(s, 0) in float32, s the candidate's score;
-// a NaN or -inf candidate is never taken. Order: score descending, then depth, parent, candidate.
+// The best-first tree. score(child) = score(parent) + min(s, 0) in float32, s the candidate's; a
+// NaN or -inf candidate is never taken. Order: score descending, then depth, parent, candidate.
 // With chain_seed the chain of best children is inserted first. A missing node is padding: token 0,
 // parent -2, depth 0, ancestors 0, score -inf.
 struct TreeBuildParams {
-  const float* score;        // [B, J, M], or where edges [B, J, M, M]: [b, j, m, m'] scores m' at depth
-                             // j + 1 after m at depth j; at j = 0 only m = 0 is read
+  const float* score;        // [B, J, M], or where edges [B, J, M, M]: [b, j, m, m'] scores m' at
+                             // depth j + 1 after m at depth j; at j = 0 only m = 0 is read
   const int64_t* candidate;  // [B, J, M]: token of each candidate
   const int64_t* root;       // [B]: token of node 0
   int64_t* token;            // [B, N]
@@ -242,8 +242,8 @@ struct TreeBuildParams {
 
 // Draws the token that follows each row: the contract's filters, then argmax of fl(logit /
 // temperature) + gumbel(seed, id, position + 1); at temperature 0 argmax of the logits.
-// logprob = logit[token] - logsumexp(row), of the raw logits. A row with a NaN, a +inf or nothing but
-// -inf is not finite: token -1, logprob 0. A padded row: token -1, logprob 0, finite.
+// logprob = logit[token] - logsumexp(row), of the raw logits. A row with a NaN, a +inf or nothing
+// but -inf is not finite: token -1, logprob 0. A padded row: token -1, logprob 0, finite.
 struct SampleParams {
   const float* logits;       // [B, N, W]
   const int32_t* position;   // [B, N]: of the row, not of the drawn token; negative marks padding
@@ -258,10 +258,10 @@ struct SampleParams {
   int B, N, W;
 };
 
-// From the root: while a child of the current node carries the current node's target token, go there
-// (the earliest such child). path = the nodes walked, length = how many; tokens = their targets, what
-// the round emits. A node that is not finite ends the walk before it emits: failed. A sequence whose
-// root is padding has length 0.
+// From the root: while a child of the current node carries its target token, go there (the earliest
+// such child). path = the nodes walked, length = how many; tokens = their targets, what the round
+// emits. A node that is not finite ends the walk before it emits: failed. A sequence whose root is
+// padding has length 0.
 struct TreeAcceptParams {
   const int64_t* token;   // [B, N]
   const int32_t* parent;  // [B, N]
@@ -273,43 +273,5 @@ struct TreeAcceptParams {
   bool* failed;           // [B]
   int B, N, J;            // J = min(N, kMaxDepth + 1)
 };
-
-namespace cpu {
-void rms_norm(const RmsNormParams&, Stream);
-void add_rms_norm(const AddRmsNormParams&, Stream);
-void linear(const LinearParams&, Stream);
-void swiglu(const SwigluParams&, Stream);
-void int4_pack(const Int4PackParams&, Stream);
-void int4_linear(const Int4LinearParams&, Stream);
-void moe_route(const MoeRouteParams&, Stream);
-void moe_experts(const MoeExpertsParams&, Stream);
-void mla_query(const MlaQueryParams&, Stream);
-void mla_append(const MlaAppendParams&, Stream);
-void mla_attention(const MlaAttentionParams&, Stream);
-void kv_compact(const KvCompactParams&, Stream);
-void top_logprobs(const TopLogprobsParams&, Stream);
-void tree_build(const TreeBuildParams&, Stream);
-void sample(const SampleParams&, Stream);
-void tree_accept(const TreeAcceptParams&, Stream);
-}  // namespace cpu
-
-namespace cuda {
-void rms_norm(const RmsNormParams&, Stream);
-void add_rms_norm(const AddRmsNormParams&, Stream);
-void linear(const LinearParams&, Stream);
-void swiglu(const SwigluParams&, Stream);
-void int4_pack(const Int4PackParams&, Stream);
-void int4_linear(const Int4LinearParams&, Stream);
-void moe_route(const MoeRouteParams&, Stream);
-void moe_experts(const MoeExpertsParams&, Stream);
-void mla_query(const MlaQueryParams&, Stream);
-void mla_append(const MlaAppendParams&, Stream);
-void mla_attention(const MlaAttentionParams&, Stream);
-void kv_compact(const KvCompactParams&, Stream);
-void top_logprobs(const TopLogprobsParams&, Stream);
-void tree_build(const TreeBuildParams&, Stream);
-void sample(const SampleParams&, Stream);
-void tree_accept(const TreeAcceptParams&, Stream);
-}  // namespace cuda
 
 }  // namespace kdtree

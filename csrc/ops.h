@@ -19,7 +19,7 @@
 #include <string>
 #include <tuple>
 
-#include "kdtree.h"
+#include "launchers.h"
 
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 
@@ -45,9 +45,12 @@ inline std::string text(torch::headeronly::IntHeaderOnlyArrayRef shape) {
 
 inline DType dtype_of(const char* name, const Tensor& t) {
   switch (t.scalar_type()) {
-    case ScalarType::Float: return DType::f32;
-    case ScalarType::BFloat16: return DType::bf16;
-    default: break;
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    default:
+      break;
   }
   std::ostringstream message;
   message << name << " has dtype " << t.scalar_type() << ", wants Float or BFloat16";

@@ -8,7 +8,7 @@
 #include <functional>
 #include <stdexcept>
 
-#include "../kdtree.h"
+#include "../launchers.h"
 
 namespace kdtree::cpu {
 
@@ -30,8 +30,10 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
 template <class F>
 void dispatch(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::f32: return f(float{});
-    case DType::bf16: return f(bf16{});
+    case DType::f32:
+      return f(float{});
+    case DType::bf16:
+      return f(bf16{});
   }
   throw std::logic_error("kdtree: unknown dtype");
 }

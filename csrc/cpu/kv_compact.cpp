@@ -16,8 +16,7 @@ static void kv_compact(const KvCompactParams& p, int l, int b) {
   };
   const int32_t* path = p.path + int64_t{b} * p.J;
   for (int i = 0; i < std::min(p.length[b], p.J); ++i)
-    if (path[i] != i)
-      std::memcpy(row(p.context[b] + i), row(p.context[b] + path[i]), row_bytes);
+    if (path[i] != i) std::memcpy(row(p.context[b] + i), row(p.context[b] + path[i]), row_bytes);
 }
 
 void kv_compact(const KvCompactParams& p, Stream) {

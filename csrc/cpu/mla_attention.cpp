@@ -9,10 +9,10 @@
 namespace kdtree::cpu {
 namespace {
 
-constexpr int kTile = 32;  // keys of a tile: 18 KB of float32 at C + R = 144, which L1 holds
-constexpr int kRows = 32;  // rows that share a tile
+constexpr int kTile = 32;    // keys of a tile: 18 KB of float32 at C + R = 144, which L1 holds
+constexpr int kRows = 32;    // rows that share a tile
 constexpr int kMinRows = 4;  // rows worth a thread
-constexpr int kKeys = 8;   // keys whose scores are summed at once
+constexpr int kKeys = 8;     // keys whose scores are summed at once
 constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 static_assert(kPage % kTile == 0 && kSplit % kTile == 0 && kTile >= kTail && kTile == 2 * kLanes);
 

@@ -36,8 +36,7 @@ void query_block(const MlaQueryParams& p, int begin, int h, float* scratch) {
   int rows = 0;
   for (int t = begin; t < std::min(begin + kRows, p.T); ++t) {
     auto* y = static_cast<Element*>(p.out) + (int64_t{t} * p.H + h) * (p.C + p.R);
-    const auto* x =
-        static_cast<const Element*>(p.q) + t * p.q_stride + int64_t{h} * (p.P + p.R);
+    const auto* x = static_cast<const Element*>(p.q) + t * p.q_stride + int64_t{h} * (p.P + p.R);
     if (p.position[t] < 0) {
       std::fill_n(y, p.C + p.R, Element(0));
       continue;

@@ -49,7 +49,7 @@ __device__ inline void int4_tile(const uint4& w, const float (&scale)[kInt4Outpu
   }
 }
 
-// out[r][o], o < kInt4Tile: the tiles first, first + step, ... of one tile row, times the rows x[r],
+// out[r][o], o < kInt4Tile: tiles first, first + step, ... of one tile row, times the rows x[r],
 // by one warp. w: [tiles, 128]; scale: [tiles, 32]; stage: kAhead * R * kInt4Tile floats of the
 // warp's own, on 16 bytes. kAhead tiles are loaded before the first is multiplied; the order of a
 // sum depends on tiles, first and step alone.

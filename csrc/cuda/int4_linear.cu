@@ -21,7 +21,9 @@ constexpr int kRows = 8;
 
 // Tiles that a warp loads ahead: enough bytes in flight, few enough registers.
 template <int R>
-constexpr int kAhead = R == 1 ? 4 : R == kRows ? 1 : 2;
+constexpr int kAhead = R == 1       ? 4
+                       : R == kRows ? 1
+                                    : 2;
 
 // The rows of a block: a row has the same bits in each.
 int row_block(int T) { return T > 4 ? kRows : T > 2 ? 4 : T; }

@@ -35,9 +35,9 @@ constexpr int kTile = 16;  // keys: the tail is one tile, and no tile crosses a 
 constexpr int kThreads = kTile * kHeadBlock;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kWarpKeys = kTile / kWarps;
-constexpr int kMaxSmem = 101376;     // bytes a block may have on every GPU we build for
-constexpr int kMaxBlocks = 8192;     // some waves of any GPU; more would only end at once
-constexpr int kMaxGridY = 65535;     // of any GPU
+constexpr int kMaxSmem = 101376;        // bytes a block may have on every GPU we build for
+constexpr int kMaxBlocks = 8192;        // some waves of any GPU; more would only end at once
+constexpr int kMaxGridY = 65535;        // of any GPU
 constexpr float kLog2E = 1.442695041f;  // scores are in units of log2 e, so that exp is exp2
 static_assert(kTile >= kTail && kPage % kTile == 0 && kSplit % kTile == 0);
 static_assert(kWarpKeys * kHeadBlock == kWarp, "a warp's scores end one in each lane");
@@ -45,12 +45,12 @@ static_assert(kWarpKeys * kHeadBlock == kWarp, "a warp's scores end one in each 
 // Shared memory of the partial kernel.
 template <class Element>
 struct Smem {
-  Element* tiles;                // [stages, kTile, Z]
-  float (*weight)[kHeadBlock];   // [kTile, kHeadBlock], on 16 bytes
-  float* keep;                   // [kHeadBlock]: what becomes of the sums so far
-  float (*score)[kTile];         // [kHeadBlock, kTile]
-  float* q;                      // [kHeadBlock, Z]
-  float* acc;                    // [kHeadBlock, C]
+  Element* tiles;               // [stages, kTile, Z]
+  float (*weight)[kHeadBlock];  // [kTile, kHeadBlock], on 16 bytes
+  float* keep;                  // [kHeadBlock]: what becomes of the sums so far
+  float (*score)[kTile];        // [kHeadBlock, kTile]
+  float* q;                     // [kHeadBlock, Z]
+  float* acc;                   // [kHeadBlock, C]
 
   static int64_t bytes(int stages, int Z, int C) {
     const int64_t floats = 2 * kTile * kHeadBlock + kHeadBlock + int64_t{kHeadBlock} * (Z + C);
@@ -59,8 +59,8 @@ struct Smem {
   __device__ Smem(unsigned char* base, int stages, int Z) {
     tiles = reinterpret_cast<Element*>(base);
     auto* floats = reinterpret_cast<float*>(tiles + stages * kTile * Z);
-    weight = reinterpret_cast<float(*)[kHeadBlock]>(floats);
-    score = reinterpret_cast<float(*)[kTile]>(floats + kTile * kHeadBlock);
+    weight = reinterpret_cast<float (*)[kHeadBlock]>(floats);
+    score = reinterpret_cast<float (*)[kTile]>(floats + kTile * kHeadBlock);
     keep = floats + 2 * kTile * kHeadBlock;
     q = keep + kHeadBlock;
     acc = q + kHeadBlock * Z;
@@ -118,8 +118,7 @@ __device__ void weigh_tile(const Smem<Element>& s, int count, float scale, float
   const int h = threadIdx.x / kTile, k = threadIdx.x % kTile;
   const float score = k < count ? s.score[h][k] * scale : -INFINITY;
   float largest = score;
-  for (int d = kTile / 2; d > 0; d /= 2)
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+  for (int d = kTile / 2; d > 0; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
   largest = fmaxf(largest, top);
   const float keep = exp2f(top - largest);
   const float weight = k < count ? exp2f(score - largest) : 0.f;
@@ -197,8 +196,8 @@ __global__ void __launch_bounds__(kThreads)
       if (!ahead && next < end) load_tile(a, rows, next, min(kTile, end - next), s.tiles);
     }
 
-    auto* block = static_cast<float*>(p.workspace) +
-                  int64_t{blockIdx.x} * kHeadBlock * a.parts * (p.C + 2);
+    auto* block =
+        static_cast<float*>(p.workspace) + int64_t{blockIdx.x} * kHeadBlock * a.parts * (p.C + 2);
     const auto out = [&](int h) { return block + (int64_t{h} * a.parts + part) * (p.C + 2); };
     for (int h = 0; h < heads; ++h)
       for (int c = threadIdx.x; c < p.C; c += kThreads) out(h)[c] = s.acc[h * p.C + c];

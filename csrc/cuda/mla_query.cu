@@ -87,8 +87,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
 #pragma unroll
-        for (int k = 0; k < kVec; ++k)
-          sum[o * kRows + r] = fmaf(x[r][k], y[k], sum[o * kRows + r]);
+        for (int k = 0; k < kVec; ++k) sum[o * kRows + r] = fmaf(x[r][k], y[k], sum[o * kRows + r]);
     }
   }
   warp_sums(sum);

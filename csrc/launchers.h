@@ -1,0 +1,46 @@
+// The launchers: every op, on every backend, as `void op(const OpParams&, Stream)`.
+#pragma once
+
+#include "kdtree.h"
+
+namespace kdtree {
+
+namespace cpu {
+void rms_norm(const RmsNormParams&, Stream);
+void add_rms_norm(const AddRmsNormParams&, Stream);
+void linear(const LinearParams&, Stream);
+void swiglu(const SwigluParams&, Stream);
+void int4_pack(const Int4PackParams&, Stream);
+void int4_linear(const Int4LinearParams&, Stream);
+void moe_route(const MoeRouteParams&, Stream);
+void moe_experts(const MoeExpertsParams&, Stream);
+void mla_query(const MlaQueryParams&, Stream);
+void mla_append(const MlaAppendParams&, Stream);
+void mla_attention(const MlaAttentionParams&, Stream);
+void kv_compact(const KvCompactParams&, Stream);
+void top_logprobs(const TopLogprobsParams&, Stream);
+void tree_build(const TreeBuildParams&, Stream);
+void sample(const SampleParams&, Stream);
+void tree_accept(const TreeAcceptParams&, Stream);
+}  // namespace cpu
+
+namespace cuda {
+void rms_norm(const RmsNormParams&, Stream);
+void add_rms_norm(const AddRmsNormParams&, Stream);
+void linear(const LinearParams&, Stream);
+void swiglu(const SwigluParams&, Stream);
+void int4_pack(const Int4PackParams&, Stream);
+void int4_linear(const Int4LinearParams&, Stream);
+void moe_route(const MoeRouteParams&, Stream);
+void moe_experts(const MoeExpertsParams&, Stream);
+void mla_query(const MlaQueryParams&, Stream);
+void mla_append(const MlaAppendParams&, Stream);
+void mla_attention(const MlaAttentionParams&, Stream);
+void kv_compact(const KvCompactParams&, Stream);
+void top_logprobs(const TopLogprobsParams&, Stream);
+void tree_build(const TreeBuildParams&, Stream);
+void sample(const SampleParams&, Stream);
+void tree_accept(const TreeAcceptParams&, Stream);
+}  // namespace cuda
+
+}  // namespace kdtree
