@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export CFLAGS ?= -Werror
+export PYTHONPATH := .
 
 .PHONY: all build test lint demo bench memcheck clean
 

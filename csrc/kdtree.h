@@ -64,7 +64,7 @@ struct LinearParams {
   void* y;                 // [T, G, O], contiguous
   int64_t x_row, x_group;  // strides of x, elements
   int T, G, O, I;
-  DType x_dtype, w_dtype, y_dtype;  // w: of x or f32; y: of x or f32
+  DType x_dtype, w_dtype, y_dtype;  // y: of x or f32
 };
 
 // y[t, f] = silu(x[t, f]) * x[t, F + f]

@@ -49,13 +49,6 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor x, const Tensor residual, c
   return {y, sum};
 }
 
-// What may stand beside a tensor of that dtype: the same, or float32.
-std::string or_float(ScalarType dtype) {
-  std::ostringstream names;
-  names << dtype << (dtype == ScalarType::Float ? "" : " or Float");
-  return names.str();
-}
-
 // Checks x [T, I] against w [O, I], or x [T, G, I] against w [G, O, I].
 void check_linear(const Tensor& x, const Tensor& w) {
   require(x.dim() == 2 || x.dim() == 3, "x has shape ", text(x.sizes()),
@@ -66,8 +59,6 @@ void check_linear(const Tensor& x, const Tensor& w) {
       w.dim() == x.dim() && w.size(last) == I && (last == 1 || w.size(0) == x.size(1));
   require(fits, "w has shape ", text(w.sizes()), ", wants [",
           last == 1 ? "" : std::to_string(x.size(1)) + ", ", "O, ", I, "]");
-  require(w.scalar_type() == x.scalar_type() || w.scalar_type() == ScalarType::Float,
-          "w has dtype ", w.scalar_type(), ", wants ", or_float(x.scalar_type()));
   check_device("w", w, x);
   require(w.is_contiguous(), "w must be contiguous");
 }
@@ -78,7 +69,7 @@ Tensor linear(const Tensor x, const Tensor w, std::optional<ScalarType> out_dtyp
   check_linear(x, w);
   const ScalarType y_type = out_dtype.value_or(x.scalar_type());
   require(y_type == x.scalar_type() || y_type == ScalarType::Float, "out_dtype is ", y_type,
-          ", wants ", or_float(x.scalar_type()));
+          ", wants Float", x_dtype == DType::bf16 ? " or BFloat16" : "");
   const bool grouped = x.dim() == 3;
   const int64_t T = x.size(0), G = grouped ? x.size(1) : 1, O = w.size(w.dim() - 2);
   auto y = grouped ? empty(x, {T, G, O}, y_type) : empty(x, {T, O}, y_type);

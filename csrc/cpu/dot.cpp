@@ -140,6 +140,7 @@ void dot(const X* const* x, int rows, const W* w, int64_t w_stride, int outputs,
 template void dot(const float* const*, int, const float*, int64_t, int, int,
                   float (*)[kDotOutputs]);
 template void dot(const bf16* const*, int, const bf16*, int64_t, int, int, float (*)[kDotOutputs]);
+template void dot(const float* const*, int, const bf16*, int64_t, int, int, float (*)[kDotOutputs]);
 template void dot(const bf16* const*, int, const float*, int64_t, int, int, float (*)[kDotOutputs]);
 
 }  // namespace kdtree::cpu

@@ -18,7 +18,7 @@ inline constexpr int kDotRows = 8;      // rows that share one pass over the wei
 inline constexpr int kDotOutputs = 16;  // outputs that share one widened copy of the rows
 
 // y[r][o] = x[r] . w[o] over I inputs, for r < rows <= kDotRows and o < outputs <= kDotOutputs,
-// where w[o] starts at w + o * w_stride. X, W: float, float or bf16, bf16 or bf16, float.
+// where w[o] starts at w + o * w_stride. X and W are float or bf16 each.
 template <class X, class W>
 void dot(const X* const* x, int rows, const W* w, int64_t w_stride, int outputs, int I,
          float (*y)[kDotOutputs]);

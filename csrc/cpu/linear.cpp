@@ -43,11 +43,8 @@ void linear(const LinearParams& p) {
 
 void linear(const LinearParams& p, Stream) {
   dispatch(p.x_dtype, [&](auto x) {
-    using X = decltype(x);
-    dispatch(p.y_dtype, [&](auto y) {
-      using Y = decltype(y);
-      if (p.w_dtype == p.x_dtype) return linear<X, X, Y>(p);
-      linear<X, float, Y>(p);
+    dispatch(p.w_dtype, [&](auto w) {
+      dispatch(p.y_dtype, [&](auto y) { linear<decltype(x), decltype(w), decltype(y)>(p); });
     });
   });
 }

@@ -36,7 +36,7 @@ bool dot_aligned(const void* p, int64_t stride, int I) {
 template <bool kAligned, int kVec, class Element>
 struct Step {
   static constexpr int kRounds = kDotLane / kVec;
-  struct alignas(kVec * sizeof(Element)) Pack {
+  struct alignas(kVec * sizeof(Element) < 16 ? kVec * sizeof(Element) : 16) Pack {
     Element v[kVec];
   } pack[kRounds];
 

@@ -74,9 +74,7 @@ void linear(const LinearParams& p, Stream stream) {
 
 void linear(const LinearParams& p, Stream stream) {
   dispatch(p.x_dtype, [&](auto x) {
-    using X = decltype(x);
-    if (p.w_dtype == p.x_dtype) return linear<X, X>(p, stream);
-    linear<X, float>(p, stream);
+    dispatch(p.w_dtype, [&](auto w) { linear<decltype(x), decltype(w)>(p, stream); });
   });
 }
 

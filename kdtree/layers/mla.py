@@ -21,23 +21,24 @@ class Mla(nn.Module):
         super().__init__()
         c = self.config = config
         width = c.heads * (c.nope + c.rope)
-        latent = w.take("kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.rope, hidden)
+        latent = w.take_matrix("kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.rope, hidden)
         if c.q_lora_rank:
             # One product for both compressions of x.
-            query = w.take("q_a_proj.weight", c.q_lora_rank, hidden)
+            query = w.take_matrix("q_a_proj.weight", c.q_lora_rank, hidden)
             self.q_a_layernorm = RmsNorm(w.take("q_a_layernorm.weight", c.q_lora_rank), c.norm_eps)
-            self.q_b_proj = Linear(w.take("q_b_proj.weight", width, c.q_lora_rank))
+            self.q_b_proj = Linear(w.take_matrix("q_b_proj.weight", width, c.q_lora_rank))
         else:
-            query = w.take("q_proj.weight", width, hidden)
+            query = w.take_matrix("q_proj.weight", width, hidden)
             self.q_a_layernorm = self.q_b_proj = None
         self.split = query.shape[0]
         self.qkv_a_proj = Linear(torch.cat([query, latent]))
         self.kv_a_layernorm = RmsNorm(w.take("kv_a_layernorm.weight", c.kv_lora_rank), c.norm_eps)
-        up = w.take("kv_b_proj.weight", c.heads * (c.nope + c.value), c.kv_lora_rank)
+        up = w.take_matrix("kv_b_proj.weight", c.heads * (c.nope + c.value), c.kv_lora_rank)
         up = up.view(c.heads, c.nope + c.value, c.kv_lora_rank)
-        self.w_uk = frozen(up[:, : c.nope].transpose(1, 2).contiguous())  # [H, C, P]
+        w_uk = up[:, : c.nope].transpose(1, 2).to(w.dtype)
+        self.w_uk = frozen(w_uk.contiguous())  # [H, C, P]
         self.w_uv = Linear(up[:, c.nope :].contiguous())  # [H, V, C]
-        self.o_proj = Linear(w.take("o_proj.weight", hidden, c.heads * c.value))
+        self.o_proj = Linear(w.take_matrix("o_proj.weight", hidden, c.heads * c.value))
 
     def forward(self, x: Tensor, rope: Tensor, step: Step, cache: Tensor) -> Tensor:
         """x: [T, D], normed; rope: [positions, R]; cache: [pages, 64, C + R]; returns [T, D]."""

@@ -14,10 +14,10 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, width: int, w: Weights):
         super().__init__()
-        gate = w.take("gate_proj.weight", width, hidden)
-        up = w.take("up_proj.weight", width, hidden)
+        gate = w.take_matrix("gate_proj.weight", width, hidden)
+        up = w.take_matrix("up_proj.weight", width, hidden)
         self.gate_up_proj = Linear(torch.cat([gate, up]))
-        self.down_proj = Linear(w.take("down_proj.weight", hidden, width))
+        self.down_proj = Linear(w.take_matrix("down_proj.weight", hidden, width))
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """x: [T, D]; position: [T], which a dense layer has no use for."""

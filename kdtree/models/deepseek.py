@@ -38,14 +38,16 @@ class Deepseek(nn.Module):
         super().__init__()
         self.config = config
         model = w.at("model")
-        self.embed_tokens = frozen(model.take("embed_tokens.weight", config.vocab, config.hidden))
+        self.embed_tokens = frozen(
+            model.take_matrix("embed_tokens.weight", config.vocab, config.hidden)
+        )
         self.layers = nn.ModuleList(
             Layer(config, i, model.at("layers").at(i)) for i in range(config.layers)
         )
         self.norm = RmsNorm(model.take("norm.weight", config.hidden), config.norm_eps)
         head = self.embed_tokens
         if not config.tied:
-            head = w.take("lm_head.weight", config.vocab, config.hidden)
+            head = w.take_matrix("lm_head.weight", config.vocab, config.hidden)
         self.lm_head = Linear(head, torch.float32)
         table = rope_table(config.mla.rotary, config.mla.rope, positions, w.device)
         self.register_buffer("rope", table, persistent=False)
@@ -60,7 +62,8 @@ class Deepseek(nn.Module):
         None
         """
         position = step.position.flatten()
-        y, stream, kept = F.embedding(step.token.flatten(), self.embed_tokens), None, []
+        embedded = F.embedding(step.token.flatten(), self.embed_tokens)
+        y, stream, kept = embedded.to(cache.data.dtype), None, []
         for i, layer in enumerate(self.layers):
             y, stream = layer.input_layernorm(y, stream)
             if i - 1 in taps:

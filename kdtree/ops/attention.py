@@ -17,7 +17,7 @@ def mla_query(q: Tensor, w_uk: Tensor, rope: Tensor, position: Tensor, interleav
     interleaved: rotate the pairs (2i, 2i + 1) in place, else (i, i + R / 2)
     returns [T, H, C + R], dtype of q
     """
-    return ops.mla_query(q, w_uk, rope, position, interleaved)
+    return ops.mla_query.default(q, w_uk, rope, position, interleaved)
 
 
 @register_fake("kdtree::mla_query")
@@ -44,7 +44,7 @@ def mla_append(
     slot: [T] int32, page * 64 + offset, distinct; a row whose slot is negative or beyond the cache
     is padding and skipped
     """
-    ops.mla_append(cache, kv, w, eps, rope, position, slot, interleaved)
+    ops.mla_append.default(cache, kv, w, eps, rope, position, slot, interleaved)
 
 
 @register_fake("kdtree::mla_append")
@@ -73,7 +73,7 @@ def mla_attention(
     returns [B, N, H, C], dtype of q: the softmax-weighted latents; zero at padded rows
     The bits of a row depend on its position and on its keys alone, not on the slots that hold them.
     """
-    return ops.mla_attention(q, cache, block_table, context, ancestors, latent, scale)
+    return ops.mla_attention.default(q, cache, block_table, context, ancestors, latent, scale)
 
 
 @register_fake("kdtree::mla_attention")
@@ -90,7 +90,7 @@ def kv_compact(
     context: [B] int32; path: [B, J] int32, ascending node numbers, path[b, i] >= i
     length: [B] int32, how many of path are accepted; slot context + path[i] -> context + i
     """
-    ops.kv_compact(cache, block_table, context, path, length)
+    ops.kv_compact.default(cache, block_table, context, path, length)
 
 
 @register_fake("kdtree::kv_compact")

@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     w: [D], dtype of x
     returns [T, D], contiguous, dtype of x
     """
-    return ops.rms_norm(x, w, eps)
+    return ops.rms_norm.default(x, w, eps)
 
 
 @register_fake("kdtree::rms_norm")
@@ -29,7 +29,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Te
     w: [D], dtype of x
     returns y and sum, each [T, D], dtype of x; y is computed from the rounded sum
     """
-    return ops.add_rms_norm(x, residual, w, eps)
+    return ops.add_rms_norm.default(x, residual, w, eps)
 
 
 @register_fake("kdtree::add_rms_norm")
@@ -41,11 +41,11 @@ def linear(x: Tensor, w: Tensor, out_dtype: torch.dtype | None = None) -> Tensor
     """x · wᵀ, row-invariant, accumulated in float32; one product, or one per group.
 
     x: [T, I], rows contiguous, or [T, G, I], features contiguous; float32 or bfloat16
-    w: [O, I], or [G, O, I]; contiguous; dtype of x or float32
+    w: [O, I], or [G, O, I]; contiguous; float32 or bfloat16, whatever x is
     out_dtype: dtype of x (the default) or float32
     returns [T, O] or [T, G, O], contiguous
     """
-    return ops.linear(x, w, out_dtype)
+    return ops.linear.default(x, w, out_dtype)
 
 
 @register_fake("kdtree::linear")
@@ -59,7 +59,7 @@ def swiglu(x: Tensor) -> Tensor:
     x: [T, 2F], gate then up, contiguous; float32 or bfloat16
     returns [T, F], dtype of x
     """
-    return ops.swiglu(x)
+    return ops.swiglu.default(x)
 
 
 @register_fake("kdtree::swiglu")

@@ -15,7 +15,7 @@ def int4_pack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     returns packed [..., O / 32, I / 32, 128] int32 and scale [..., O / 32, I / 32, 32], with at
     most one leading dimension
     """
-    return ops.int4_pack(codes, scale)
+    return ops.int4_pack.default(codes, scale)
 
 
 @register_fake("kdtree::int4_pack")
@@ -32,7 +32,7 @@ def int4_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     packed: [O / 32, I / 32, 128] int32 and scale: [O / 32, I / 32, 32], dtype of x, from int4_pack
     returns [T, O], dtype of x
     """
-    return ops.int4_linear(x, packed, scale)
+    return ops.int4_linear.default(x, packed, scale)
 
 
 @register_fake("kdtree::int4_linear")
@@ -63,7 +63,7 @@ def moe_route(
     returns ids [T, K] int32, best first, ties to the lower id, -1 at padded rows, and weights
     [T, K] float32
     """
-    return ops.moe_route(
+    return ops.moe_route.default(
         logits, bias, position, experts_per_token, groups, kept_groups, scoring, group_score,
         normalize, scale,
     )  # fmt: skip
@@ -94,7 +94,9 @@ def moe_experts(
     shared: [T, D], dtype of x, contiguous, added before the one rounding, or None
     returns [T, D], dtype of x; the sum runs over k in order, in float32
     """
-    return ops.moe_experts(x, ids, weights, gate_up, down, gate_up_scale, down_scale, shared)
+    return ops.moe_experts.default(
+        x, ids, weights, gate_up, down, gate_up_scale, down_scale, shared
+    )
 
 
 @register_fake("kdtree::moe_experts")

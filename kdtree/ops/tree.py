@@ -14,7 +14,7 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     returns log-probabilities [T, k] float32, best first, and ids [T, k] int64; a row with a NaN, a
     +inf or nothing but -inf has no log-probabilities: NaN
     """
-    return ops.top_logprobs(logits, k)
+    return ops.top_logprobs.default(logits, k)
 
 
 @register_fake("kdtree::top_logprobs")
@@ -36,7 +36,7 @@ def tree_build(
     score [B, N] float32 (the path's log-probability); missing nodes have parent -2, ancestors 0
     The order and the arithmetic are exact: every device gives the same tree, bit for bit.
     """
-    return ops.tree_build(score, candidate, root, budget, chain_seed)
+    return ops.tree_build.default(score, candidate, root, budget, chain_seed)
 
 
 @register_fake("kdtree::tree_build")
@@ -65,7 +65,7 @@ def sample(
     returns token [B, N] int64, log-probability of the raw logits [B, N] float32, and finite [B, N]
     bool: False where the row holds a NaN, a +inf or nothing but -inf (its token is -1)
     """
-    return ops.sample(logits, position, seed, temperature, top_k, top_p, min_p)
+    return ops.sample.default(logits, position, seed, temperature, top_k, top_p, min_p)
 
 
 @register_fake("kdtree::sample")
@@ -86,7 +86,7 @@ def tree_accept(
     nodes committed and tokens emitted; tokens [B, J] int64, emitted, -1 from length on; failed [B]
     bool: the walk met a node whose logits are not finite, and ended before it
     """
-    return ops.tree_accept(token, parent, target, finite)
+    return ops.tree_accept.default(token, parent, target, finite)
 
 
 @register_fake("kdtree::tree_accept")

@@ -61,6 +61,12 @@ class Weights:
         stored = self._stored(name, shape, FLOATS)
         return stored.to(self.device, dtype or self.dtype)
 
+    def take_matrix(self, name: str, *shape: int) -> Tensor:
+        """A matrix of a dense product; bfloat16 stays so, being the same numbers in fewer bytes."""
+        stored = self._stored(name, shape, FLOATS)
+        keep = stored.dtype == torch.bfloat16
+        return stored.to(self.device, stored.dtype if keep else self.dtype)
+
     def take_int4(self, name: str, out: int, features: int) -> tuple[Tensor, Tensor]:
         """A compressed-tensors INT4 matrix [out, features], packed, and its scales.
 

@@ -7,7 +7,7 @@ from torch.library import opcheck
 from kdtree import ops
 
 F32, BF16 = torch.float32, torch.bfloat16
-DTYPES = [(F32, F32), (BF16, BF16), (BF16, F32)]  # of x and w
+DTYPES = [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16)]  # of x and w
 
 
 def case(T, G, I, O, dtypes, device, rng, shift=0):
@@ -30,7 +30,7 @@ SHAPES = [(1, 1, 1), (3, 7, 5), (8, 64, 33), (9, 513, 17), (2, 1000, 40), (5, 71
 LARGE = [(2, 18432, 100), (3, 7168, 640), (1, 1536, 3000)]
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize(
     "T, I, O", [*SHAPES, *(pytest.param(*s, marks=pytest.mark.large) for s in LARGE)]
 )
@@ -44,7 +44,7 @@ def test_matches_float64(T, I, O, dtypes, device, rng):
     assert torch.equal(ops.linear(x[:, 0], w[0], dtypes[0]), got.to(dtypes[0]))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize(
     "T, G, I, O",
     [(1, 1, 8, 3), (3, 5, 30, 7), pytest.param(2, 64, 512, 128, marks=pytest.mark.large)],
@@ -60,7 +60,7 @@ def test_groups_match_float64(T, G, I, O, dtypes, device, rng):
     assert torch.equal(ops.linear(turned, w, torch.float32), got)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize("I, O", [(321, 37), (1032, 24)])
 def test_row_invariance(I, O, dtypes, device, rng):
     x, w = case(1024, 1, I, O, dtypes, device, rng)
@@ -77,7 +77,7 @@ def test_row_invariance(I, O, dtypes, device, rng):
         assert torch.equal(ops.linear(alone, w, torch.float32)[place], want[7])
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize("T", [1, 2, 4, 9])
 def test_number_of_outputs_changes_no_bit(T, dtypes, device, rng):
     """CUDA gives a block one output where there are few and more where there are many."""
@@ -86,7 +86,7 @@ def test_number_of_outputs_changes_no_bit(T, dtypes, device, rng):
     assert torch.equal(ops.linear(x, w[1003:1040]), ops.linear(x, w)[:, 1003:1040])
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize("T", [1, 6])
 def test_alignment_changes_no_bit(T, dtypes, device, rng):
     x, w = case(T, 3, 1288, 9, dtypes, device, rng)
@@ -94,6 +94,12 @@ def test_alignment_changes_no_bit(T, dtypes, device, rng):
     shifted[0].copy_(x)
     shifted[1].copy_(w)
     assert torch.equal(ops.linear(*shifted), ops.linear(x, w))
+
+
+def test_weights_dtype_changes_no_bit_on_a_cpu(rng):
+    """A bfloat16 weight is the same number in half the bytes."""
+    x, w = torch.randn(5, 3, 777, generator=rng), torch.randn(3, 40, 777, generator=rng).bfloat16()
+    assert torch.equal(ops.linear(x, w), ops.linear(x, w.float()))
 
 
 def test_nothing(device):
@@ -134,9 +140,7 @@ def test_rejects_bad_arguments(device):
         ops.linear(torch.zeros(64, 2, device=device).t(), w)
     with pytest.raises(RuntimeError, match="w must be contiguous"):
         ops.linear(x, torch.zeros(64, 3, device=device).t())
-    with pytest.raises(RuntimeError, match="w has dtype BFloat16, wants Float$"):
-        ops.linear(x, w.bfloat16())
-    with pytest.raises(RuntimeError, match="w has dtype Half, wants BFloat16 or Float"):
+    with pytest.raises(RuntimeError, match="w has dtype Half, wants Float or BFloat16"):
         ops.linear(x.bfloat16(), w.half())
     with pytest.raises(RuntimeError, match="x has dtype Double, wants Float or BFloat16"):
         ops.linear(x.double(), w)
