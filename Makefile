@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export CFLAGS ?= -Werror
 export PYTHONPATH := .
 
 .PHONY: all build test lint demo bench memcheck clean

@@ -242,10 +242,11 @@ struct TreeBuildParams {
 
 // Draws the token that follows each row: the contract's filters, then argmax of fl(logit /
 // temperature) + gumbel(seed, id, position + 1); at temperature 0 argmax of the logits.
-// logprob = logit[token] - logsumexp(row), of the raw logits. A row with a NaN, a +inf or nothing
-// but -inf is not finite: token -1, logprob 0. A padded row: token -1, logprob 0, finite.
+// logprob = raw[token] - logsumexp(raw row). A row of either with a NaN, a +inf or nothing but -inf
+// is not finite: token -1, logprob 0. A padded row: token -1, logprob 0, finite.
 struct SampleParams {
   const float* logits;       // [B, N, W]
+  const float* raw;          // [B, N, W], what log-probabilities are of; may be logits
   const int32_t* position;   // [B, N]: of the row, not of the drawn token; negative marks padding
   const int64_t* seed;       // [B]
   const float* temperature;  // [B], >= 0

@@ -46,7 +46,7 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "sample(Tensor logits, Tensor position, Tensor seed, Tensor temperature, Tensor top_k,"
-      " Tensor top_p, Tensor min_p) -> (Tensor, Tensor, Tensor)");
+      " Tensor top_p, Tensor min_p, Tensor? raw) -> (Tensor, Tensor, Tensor)");
   m.def(
       "tree_accept(Tensor token, Tensor parent, Tensor target, Tensor finite)"
       " -> (Tensor, Tensor, Tensor, Tensor)");

@@ -88,7 +88,7 @@ template <auto Launch>
 std::tuple<Tensor, Tensor, Tensor> sample(const Tensor logits, const Tensor position,
                                           const Tensor seed, const Tensor temperature,
                                           const Tensor top_k, const Tensor top_p,
-                                          const Tensor min_p) {
+                                          const Tensor min_p, const std::optional<Tensor> raw) {
   check_dim("logits", logits, 3);
   check_float("logits", logits);
   const int64_t B = logits.size(0), N = logits.size(1), W = logits.size(2);
@@ -100,12 +100,14 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor logits, const Tensor posi
   check("top_k", top_k, {B}, ScalarType::Int, logits);
   check("top_p", top_p, {B}, ScalarType::Float, logits);
   check("min_p", min_p, {B}, ScalarType::Float, logits);
+  if (raw) check("raw", *raw, {B, N, W}, ScalarType::Float, logits);
   auto token = empty(logits, {B, N}, ScalarType::Long);
   auto logprob = empty(logits, {B, N}, ScalarType::Float);
   auto finite = empty(logits, {B, N}, ScalarType::Bool);
   if (B * N == 0) return {token, logprob, finite};
   run_on<Launch>(logits, SampleParams{
                              .logits = data<float>(logits),
+                             .raw = data<float>(raw ? *raw : logits),
                              .position = data<int32_t>(position),
                              .seed = data<int64_t>(seed),
                              .temperature = data<float>(temperature),

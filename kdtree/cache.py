@@ -1,5 +1,6 @@
 """The paged latent cache, and where a tree's nodes stand in it."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -31,26 +32,43 @@ class Step:
     context: Tensor
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that an allocation on the device may take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class KvCache:
     """Latents of all layers for B sequences of up to max_seq_len tokens, in pages of 64 tokens.
 
     data: [L, pages, 64, C + R]; layer l's rows are data[l]
     block_table: [B, max_pages] int32, a sequence's pages in order
     context: [B] int32, committed tokens
+    width: C + R
     Node n of a tree takes the token slot context + n, so N - 1 slots beyond max_seq_len exist.
+    Raises CapacityError where the device has not the memory.
     """
 
-    def __init__(self, layers, width, sequences, max_seq_len, *, device, dtype):
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        sequences: int,
+        max_seq_len: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         pages = -(-(max_seq_len + MAX_NODES - 1) // PAGE)
         shape = (layers, sequences * pages, PAGE, width)
-        try:
-            self.data = torch.zeros(shape, device=device, dtype=dtype)
-        except RuntimeError as error:
-            size = torch.Size(shape).numel() * dtype.itemsize / 2**30
+        asked, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
+        if asked > free:
             raise CapacityError(
-                f"a cache of {sequences} x {max_seq_len} tokens takes {size:.2f} GiB, more than"
-                f" {device} has free"
-            ) from error
+                f"a cache of {sequences} x {max_seq_len} tokens takes {asked / 2**30:.2f} GiB,"
+                f" {device} has {free / 2**30:.2f} GiB free"
+            )
+        self.data = torch.zeros(shape, device=device, dtype=dtype)
         table = torch.arange(sequences * pages, dtype=torch.int32, device=device)
         self.block_table = table.view(sequences, pages)
         self.context = torch.zeros(sequences, dtype=torch.int32, device=device)

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 import torch
 
-from kdtree import ops, options
+from kdtree import options
 from kdtree.cache import KvCache
 from kdtree.config import load as load_config
 from kdtree.drafters import Drafter, DrafterConfig, Setup
@@ -40,6 +41,7 @@ class Engine:
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
     max_seq_len: prompt and continuation together; None for the model's own length, 32768 at most
+    One generation at a time: a second one while a stream is open raises ValueError.
     Raises ConfigError, CheckpointError, CapacityError, and ValueError on an option out of range.
     """
 
@@ -65,7 +67,7 @@ class Engine:
         setup = Setup(
             budget=options.budget(budget),
             chain=options.is_chain(tree),
-            chain_seed=chain_seed,
+            chain_seed=options.flag("chain_seed", chain_seed),
             vocab=self.config.vocab,
             sequences=self.max_batch,
             max_seq_len=self.max_seq_len,
@@ -79,6 +81,7 @@ class Engine:
         width = self.config.mla.kv_lora_rank + self.config.mla.rope
         self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
+        self._free = Lock()  # held by the one generation at a time
 
     def generate(
         self,
@@ -122,16 +125,17 @@ class Engine:
             self.cache.commit(path)
             self.drafter.commit(path, taps)
             record = self.state.commit(path)
-        top = ops.top_logprobs(logits.flatten(0, 1), best) if best else None
-        return Round(tree, path, record, top)
+        return Round(tree, path, record, path.best(logits, best) if best else None)
 
     @torch.no_grad()
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Chunk]]:
         """Runs requests to their ends, max_batch at a time; each that ends makes room for one."""
         waiting, running = deque(requests), [None] * self.max_batch
         masking = any(r.params.min_tokens for r in requests)
-        best = min(max((r.params.logprobs or 0) for r in requests), self.config.vocab)
+        best = max((r.params.logprobs or 0 for r in requests), default=0)
         phases = Phases(self.device)
+        if not self._free.acquire(blocking=False):
+            raise ValueError("the engine is generating: exhaust or close its stream first")
         try:
             while waiting or any(running):
                 for b in range(self.max_batch):
@@ -153,6 +157,7 @@ class Engine:
                         running[b] = None
         finally:
             self.state.active.fill_(False)
+            self._free.release()
 
     def _start(self, b: int, request: Request) -> Request:
         """Puts a request in sequence b: all of its prompt but the last token goes to the cache."""

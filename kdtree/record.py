@@ -15,7 +15,7 @@ class Round:
     """What a round left on the device.
 
     record: [B, 2 + 2 J] int64, from State.commit
-    best: log-probabilities and ids [B * N, k] of every node, where some request asks for them
+    best: log-probabilities and ids [B, J, k] after each node of the path, where some request asks
     """
 
     tree: TokenTree
@@ -24,31 +24,21 @@ class Round:
     best: tuple[Tensor, Tensor] | None
 
     def emitted(self) -> list[Emitted]:
-        """By sequence. The one place where the host waits for the device."""
+        """By sequence. Here the host waits for the device."""
         J = self.path.token.shape[1]
-        kept, reason, tokens, bits = self.record.cpu().split([1, 1, J, J], 1)
+        kept, reason, tokens, bits = to_host(self.record).split([1, 1, J, J], 1)
         logprobs = bits.int().view(torch.float32)
-        best = self._best() if self.best else None
+        best = [to_host(t).tolist() for t in self.best] if self.best else None
         return [
             Emitted(
                 token_ids=tokens[b, :n].tolist(),
                 logprobs=logprobs[b, :n].tolist(),
                 reason=int(reason[b]),
-                best=best[b][:n] if best else None,
+                best=[list(zip(best[1][b][i], best[0][b][i], strict=True)) for i in range(n)]
+                if best
+                else None,
             )
             for b, n in enumerate(kept[:, 0].tolist())
-        ]
-
-    def _best(self) -> list[list[dict[int, float]]]:
-        """The best tokens at every node of every path."""
-        B, J = self.path.node.shape
-        index = self.path.node.clamp(min=0).long()[..., None]
-        logprob, token = (
-            t.view(B, -1, t.shape[1]).gather(1, index.expand(-1, -1, t.shape[1])).tolist()
-            for t in self.best
-        )
-        return [
-            [dict(zip(token[b][j], logprob[b][j], strict=True)) for j in range(J)] for b in range(B)
         ]
 
     def trace(self, b: int, emitted: Emitted) -> RoundTrace:
@@ -60,3 +50,13 @@ class Round:
             path=self.path.node[b, : len(emitted.token_ids)].tolist(),
             emitted=emitted.token_ids,
         )
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy on the CPU, through pinned memory from CUDA."""
+    if x.device.type != "cuda":
+        return x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    torch.cuda.current_stream(x.device).synchronize()
+    return host

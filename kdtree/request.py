@@ -15,13 +15,13 @@ REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", FAILED: "error"}
 class Emitted:
     """What a round's record says of one sequence.
 
-    reason: of kdtree.state; best: for each token the best ids and their log-probabilities, or None
+    reason: of kdtree.state; best: for each token ids and log-probabilities, best first, or None
     """
 
     token_ids: list[int]
     logprobs: list[float]
     reason: int
-    best: list[dict[int, float]] | None = None
+    best: list[list[tuple[int, float]]] | None = None
 
 
 class Request:
@@ -96,8 +96,8 @@ class Request:
                 done.stop_reason = done.token_ids[-1]
 
     def _logprobs(self, emitted: Emitted, i: int) -> dict[int, float]:
-        best = dict(emitted.best[i]) if emitted.best else {}
-        return {emitted.token_ids[i]: emitted.logprobs[i]} | best
+        best = dict(emitted.best[i][: self.params.logprobs]) if emitted.best else {}
+        return best | {emitted.token_ids[i]: emitted.logprobs[i]}
 
     def _count(self, taken: int, trace: RoundTrace | None) -> None:
         metrics, now = self.completion.metrics, time.perf_counter()

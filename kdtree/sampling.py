@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-MAX_LOGPROBS = 63  # top_logprobs takes 64, one more than asked is needed nowhere
+MAX_LOGPROBS = 64  # of ops.top_logprobs
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _several("stop", stop, "strings"))
+        ids = _several("stop_token_ids", self.stop_token_ids, "token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, None)
         _real("temperature", self.temperature, "at least 0", lambda v: v >= 0)
@@ -59,6 +59,12 @@ class SamplingParams:
                 raise ValueError("stop holds an empty string, which would stop everywhere")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+
+def _several(name: str, value: object, wants: str) -> tuple:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name} is {value!r}, wants a list of {wants}")
+    return tuple(value)
 
 
 def _whole(name: str, value: object, least: int, most: int | None) -> None:

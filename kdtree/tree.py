@@ -79,3 +79,14 @@ class Path:
     token: Tensor
     logprob: Tensor
     failed: Tensor
+
+    def best(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best tokens after each node: log-probabilities and ids [B, J, k].
+
+        logits: [B, N, W] float32, of the tree's nodes
+        """
+        B, J = self.node.shape
+        k = min(k, logits.shape[2])
+        index = self.node.clamp(min=0).long()[..., None].expand(-1, -1, logits.shape[2])
+        found = ops.top_logprobs(logits.gather(1, index).flatten(0, 1), k)
+        return found[0].view(B, J, k), found[1].view(B, J, k)

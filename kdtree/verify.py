@@ -19,7 +19,7 @@ class Sampling:
     """Each sequence's sampling parameters, as in ops.sample.
 
     seed: [B] int64; temperature, top_p, min_p: [B] float32; top_k: [B] int32
-    masked: [B, S] int64, tokens not to be drawn before masked_until, repeats allowed
+    masked: [B, 64] int64, tokens not to be drawn before masked_until, repeats allowed
     masked_until: [B] int32, the first position where they may be drawn; 0 where all may always
     """
 
@@ -42,10 +42,15 @@ def verify(
     s = sampling
     drawn = _mask(logits, step.position, s) if any_masked else logits
     target, logprob, finite = ops.sample(
-        drawn, step.position, s.seed, s.temperature, s.top_k, s.top_p, s.min_p
+        drawn,
+        step.position,
+        s.seed,
+        s.temperature,
+        s.top_k,
+        s.top_p,
+        s.min_p,
+        logits if any_masked else None,
     )
-    if any_masked:
-        logprob = _raw_logprob(logits, target)
     node, length, token, failed = ops.tree_accept(tree.token, tree.parent, target, finite)
     logprob = logprob.gather(1, node.clamp(min=0).long())
     return Path(node, length, token, logprob, failed)
@@ -57,10 +62,3 @@ def _mask(logits: Tensor, position: Tensor, s: Sampling) -> Tensor:
     token = s.masked[:, None, :].expand(*position.shape, -1)
     kept = logits.gather(2, token).masked_fill(early, float("-inf"))
     return logits.scatter(2, token, kept)
-
-
-def _raw_logprob(logits: Tensor, target: Tensor) -> Tensor:
-    """Log-probabilities of target [B, N] by the logits before masking."""
-    best, token = ops.top_logprobs(logits.flatten(0, 1), 1)
-    normalizer = logits.gather(2, token.view(*target.shape, 1))[..., 0] - best.view(target.shape)
-    return logits.gather(2, target.clamp(min=0)[..., None])[..., 0] - normalizer

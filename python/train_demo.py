@@ -6,7 +6,7 @@ minutes of one H200; its routed experts are INT4, group 32. The commands, in ord
 
     python python/train_demo.py corpus --out corpus
     python python/train_demo.py tokens --corpus corpus --out tokens.xz
-    python python/train_demo.py train --tokens tokens.xz --out demo --seconds 470
+    python python/train_demo.py train --tokens tokens.xz --out demo --seconds 480 --within 572
     python python/train_demo.py check --model demo
 
 `corpus` needs a Debian machine with apt-get, dpkg and pip, and the package tokenizers; `train`
@@ -20,29 +20,35 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from demo_training.check import check
+from demo_training.corpus import corpus
+from demo_training.judge import Judge
+from demo_training.plan import Plan, Run
+from demo_training.save import save
+from demo_training.shape import Shape, Weights
+from demo_training.tokens import read_tokens, tokens
+from demo_training.train import Trainer
 from tokenizers import Tokenizer
 
-import demo_corpus
-from demo_check import check
-from demo_save import Judge, save
-from demo_shape import Shape, Weights
-from demo_train import Plan, Run, Trainer
-
 AFTER = 35  # seconds kept for judging and saving
+WAYS = ("grouped/flash", "bucket/flash", "dense/flash", "grouped/cudnn")  # experts/attention
+TOLD = "seed batch length muon_lr adam_lr decay balance cool quantised long loop_rows".split()
 
 
-def main() -> None:
-    args = arguments()
+def main(words: Sequence[str] | None = None) -> None:
+    """words: of the command line; None for the process's own"""
+    args = arguments(words)
     if args.stage == "corpus":
-        demo_corpus.corpus(args.out)
+        corpus(args.out)
     elif args.stage == "tokens":
-        demo_corpus.tokens(args.corpus, args.out, args.millions, args.code)
+        tokens(args.corpus, args.out, args.millions, args.code)
     elif args.stage == "check":
         check(args.model)
     elif args.stage == "speed":
@@ -51,7 +57,7 @@ def main() -> None:
         train(args)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     stages = parser.add_subparsers(dest="stage", required=True)
     stage = stages.add_parser("corpus", help="fetch and clean the text")
@@ -63,42 +69,29 @@ def arguments() -> argparse.Namespace:
     stage.add_argument("--code", type=float, default=0.62, help="share of them that are code")
     stage = stages.add_parser("check", help="recompute the held-out loss of a saved model")
     stage.add_argument("--model", type=Path, required=True)
-    for name, hint in (("train", "train, judge and save"), ("speed", "time ways of training")):
-        stage = stages.add_parser(name, help=hint)
-        stage.add_argument("--tokens", type=Path, required=True)
-        stage.add_argument("--seconds", type=float, default=480 if name == "train" else 8)
-        stage.add_argument("--device", default="cuda")
-        stage.add_argument("--small", action="store_true", help="a toy shape")
-        stage.add_argument("--compile", action=argparse.BooleanOptionalAction)
-        plan = Plan(seconds=0)
-        for option in (
-            "seed",
-            "batch",
-            "length",
-            "muon_lr",
-            "adam_lr",
-            "decay",
-            "balance",
-            "cool",
-            "quantised",
-            "long",
-            "loop_rows",
-        ):
-            value = getattr(plan, option)
-            stage.add_argument(f"--{option.replace('_', '-')}", type=type(value), default=value)
-        ways = ["grouped/flash", "bucket/flash", "dense/flash", "grouped/cudnn"]
-        if name == "speed":
-            stage.add_argument("--ways", nargs="+", default=ways)
-        else:
-            stage.add_argument("--way", default=ways[0], help="experts/attention")
-            stage.add_argument(
-                "--within",
-                type=float,
-                default=570,
-                help="seconds of the whole process; cuts training short",
-            )
-            stage.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
+    stage = stages.add_parser("train", help="train, judge and save")
+    add_plan(stage, seconds=480)
+    stage.add_argument("--way", default=WAYS[0], help="experts/attention")
+    hint = "seconds of the whole process; cuts training short"
+    stage.add_argument("--within", type=float, default=570, help=hint)
+    stage.add_argument("--out", type=Path, required=True)
+    stage = stages.add_parser("speed", help="time ways of training")
+    add_plan(stage, seconds=8)
+    stage.add_argument("--ways", nargs="+", default=WAYS)
+    return parser.parse_args(words)
+
+
+def add_plan(stage: argparse.ArgumentParser, seconds: float) -> None:
+    """The options that `train` and `speed` share."""
+    stage.add_argument("--tokens", type=Path, required=True)
+    stage.add_argument("--seconds", type=float, default=seconds)
+    stage.add_argument("--device", default="cuda")
+    stage.add_argument("--small", action="store_true", help="a toy shape")
+    stage.add_argument("--compile", action=argparse.BooleanOptionalAction)
+    plan = Plan(seconds=0)
+    for option in TOLD:
+        value = getattr(plan, option)
+        stage.add_argument(f"--{option.replace('_', '-')}", type=type(value), default=value)
 
 
 def plan_of(args: argparse.Namespace, way: str) -> Plan:
@@ -106,20 +99,10 @@ def plan_of(args: argparse.Namespace, way: str) -> Plan:
     experts, backend = way.split("/")
     return Plan(
         seconds=args.seconds,
-        seed=args.seed,
-        batch=args.batch,
-        length=args.length,
-        muon_lr=args.muon_lr,
-        adam_lr=args.adam_lr,
-        decay=args.decay,
-        balance=args.balance,
-        cool=args.cool,
-        quantised=args.quantised,
-        long=args.long,
-        loop_rows=args.loop_rows,
         way=experts,
         backend="math" if cpu else backend,
         compiled=not cpu if args.compile is None else args.compile,
+        **{option: getattr(args, option) for option in TOLD},
     )
 
 
@@ -139,7 +122,7 @@ def train(args: argparse.Namespace) -> None:
         print(f"[{time.perf_counter() - begin:5.1f} s] {what}", flush=True)
 
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(demo_corpus.read_tokens, args.tokens)
+        reading = pool.submit(read_tokens, args.tokens)
         trainer = trainer_of(plan_of(args, args.way), args)
         trainer.warm_up()
         stamp("compiled")
@@ -190,7 +173,7 @@ def judge(trainer: Trainer, tokenizer: Tokenizer, sets: dict, log: dict, quick: 
 
 def speed(args: argparse.Namespace) -> None:
     """Trains each way for a few seconds from the same start and prints what it reached."""
-    _, sets = demo_corpus.read_tokens(args.tokens)
+    _, sets = read_tokens(args.tokens)
     data = torch.from_numpy(sets["train"].astype(np.int32)).to(args.device)
     for way in args.ways:
         torch.compiler.reset()

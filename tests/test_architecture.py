@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kdtree.cache import PAGE
+from kdtree.tree import MAX_DEPTH, MAX_NODES
+from kdtree.weights.loader import GROUP
+
 ROOT = Path(__file__).parent.parent
 KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 FOLDERS = ("csrc", "kdtree", "python", "tests", "benchmarks")
@@ -83,3 +87,11 @@ def test_kernel_compiles_without_spills(path, tmp_path):
     )
     report = subprocess.run(command.split(), capture_output=True, text=True, check=True).stderr
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
+
+
+def test_python_knows_the_header_s_constants():
+    """What both languages state is stated alike."""
+    header = (ROOT / "csrc/kdtree.h").read_text()
+    found = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header))
+    pairs = {"kPage": PAGE, "kGroup": GROUP, "kMaxNodes": MAX_NODES, "kMaxDepth": MAX_DEPTH}
+    assert {name: int(found[name]) for name in pairs} == pairs

@@ -73,6 +73,21 @@ def latents(engine: Engine, b: int, tokens: int) -> torch.Tensor:
     return rows[:, :tokens].clone()
 
 
+def random_params(rng: random.Random, vocab: int, greedy: bool) -> SamplingParams:
+    most = rng.randint(1, 40)
+    return SamplingParams(
+        max_tokens=most,
+        temperature=0.0 if greedy else rng.choice([0.3, 0.8, 1.0, 1.7]),
+        top_k=0 if greedy else rng.choice([0, 0, 5, 50]),
+        top_p=1.0 if greedy else rng.choice([1.0, 0.9, 0.5]),
+        min_p=0.0 if greedy else rng.choice([0.0, 0.05]),
+        seed=rng.randrange(2**40),
+        stop_token_ids=tuple(rng.sample(range(vocab), rng.choice([0, 0, 10]))),
+        min_tokens=rng.choice([0, 0, rng.randint(0, most)]),
+        logprobs=rng.choice([None, 0, 3]),
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One random way to continue some prompts."""
@@ -94,19 +109,7 @@ class Case:
             "budget": rng.choice([1, 2, 3, 7, 15, 31, 63, rng.randint(1, 63)]),
             "depth": rng.randint(1, 15),
             "prompts": [(t * n)[:n] for t, n in zip(texts, lengths, strict=True)],
-            "params": [
-                SamplingParams(
-                    max_tokens=rng.randint(1, 40),
-                    temperature=0.0 if greedy else rng.choice([0.3, 0.8, 1.0, 1.7]),
-                    top_k=0 if greedy else rng.choice([0, 0, 5, 50]),
-                    top_p=1.0 if greedy else rng.choice([1.0, 0.9, 0.5]),
-                    min_p=0.0 if greedy else rng.choice([0.0, 0.05]),
-                    seed=rng.randrange(2**40),
-                    min_tokens=rng.choice([0, 0, 1]),
-                    logprobs=rng.choice([None, 0, 3]),
-                )
-                for _ in lengths
-            ],
+            "params": [random_params(rng, vocab, greedy) for _ in lengths],
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
@@ -115,6 +118,7 @@ class Case:
         c = {"depth": self.depth, "seed": self.number}
         truth = tuple(map(tuple, truth))
         return {
+            "none": "none",
             "oracle": OracleConfig(truth, 1.0, **c),
             "noisy": OracleConfig(truth, 0.5, self.number % 6 + 1, **c),
             "wrong": OracleConfig(truth, 0.0, 3, **c),
@@ -148,7 +152,7 @@ def test_trees_return_what_autoregression_returns(number, dtype, device):
             dtype,
             drafter,
             case.batch,
-            budget=case.budget,
+            budget="auto" if drafter == "none" else case.budget,
             tree=tree,
             chain_seed=name == "oracle" or case.rng.random() < 0.3,
         )

@@ -137,9 +137,11 @@ void filter(std::vector<float>& scaled, int W, float max, int top_k, float top_p
   }
 }
 
-Drawn draw(const SampleParams& p, int b, const float* x, int32_t position) {
-  const float max = row_max(x, p.W);
-  if (!(std::abs(max) < INFINITY)) return {-1, 0, false};
+Drawn draw(const SampleParams& p, int64_t t, int32_t position) {
+  const int b = static_cast<int>(t / p.N);
+  const float *x = p.logits + t * p.W, *raw = p.raw + t * p.W;
+  const float max = row_max(x, p.W), raw_max = raw == x ? max : row_max(raw, p.W);
+  if (!(std::abs(max) < INFINITY && std::abs(raw_max) < INFINITY)) return {-1, 0, false};
 
   const float temperature = p.temperature[b];
   int token;
@@ -153,7 +155,7 @@ Drawn draw(const SampleParams& p, int b, const float* x, int32_t position) {
   } else {
     token = static_cast<int>(std::find(x, x + p.W, max) - x);
   }
-  return {token, logprob_of(x[token], max, row_mass(x, p.W, max)), true};
+  return {token, logprob_of(raw[token], raw_max, row_mass(raw, p.W, raw_max)), true};
 }
 
 }  // namespace
@@ -162,9 +164,7 @@ void sample(const SampleParams& p, Stream) {
   parallel_for(int64_t{p.B} * p.N, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const int32_t position = p.position[t];
-      const Drawn drawn = position < 0
-                              ? Drawn{-1, 0, true}
-                              : draw(p, static_cast<int>(t / p.N), p.logits + t * p.W, position);
+      const Drawn drawn = position < 0 ? Drawn{-1, 0, true} : draw(p, t, position);
       p.token[t] = drawn.token;
       p.logprob[t] = drawn.logprob;
       p.finite[t] = drawn.finite;

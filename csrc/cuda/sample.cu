@@ -114,6 +114,24 @@ struct Draw {
   }
 };
 
+// The rank of a row's largest logit, in all threads of the team.
+__device__ uint64_t row_best(const float* row, int W) {
+  uint64_t best = 0;
+  for_share(row, W, [&](int id, const float (&x)[kQuad]) {
+    for (int i = 0; i < kQuad; ++i) best = ::max(best, rank_of(x[i], id + i));
+  });
+  return team_max(best);
+}
+
+// This thread's part of a row's mass.
+__device__ uint64_t share_mass(const float* row, int W, float max) {
+  uint64_t mass = 0;
+  for_share(row, W, [&](int, const float (&x)[kQuad]) {
+    for (int i = 0; i < kQuad; ++i) mass += mass_of(x[i] - max);
+  });
+  return mass;
+}
+
 __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 1)
     sample_kernel(const __grid_constant__ SampleParams p) {
   const int64_t t = blockIdx.x / kTeam;
@@ -128,13 +146,11 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 1)
   };
   if (position < 0) return write(-1, 0, true);  // the whole team leaves
 
-  uint64_t winner = 0;
-  for_share(row, p.W, [&](int id, const float (&x)[kQuad]) {
-    for (int i = 0; i < kQuad; ++i) winner = max(winner, rank_of(x[i], id + i));
-  });
-  winner = team_max(winner);
+  uint64_t winner = row_best(row, p.W);
   const float max = value_of(winner >> 32);
-  if (!(fabsf(max) < INFINITY)) return write(-1, 0, false);
+  const float* raw = p.raw + t * p.W;
+  const float raw_max = raw == row ? max : value_of(row_best(raw, p.W) >> 32);
+  if (!(fabsf(max) < INFINITY && fabsf(raw_max) < INFINITY)) return write(-1, 0, false);
 
   uint64_t mass = 0;
   const float temperature = p.temperature[b];
@@ -144,13 +160,12 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 1)
     draw.filter(p.top_k[b], p.top_p[b]);
     winner = team_max(draw.best_noisy(mass));
   } else {
-    for_share(row, p.W, [&](int, const float (&x)[kQuad]) {
-      for (int i = 0; i < kQuad; ++i) mass += mass_of(x[i] - max);
-    });
+    mass = share_mass(row, p.W, max);
   }
+  if (raw != row) mass = share_mass(raw, p.W, raw_max);
   mass = team_sum(mass);
   const int token = static_cast<int>(~static_cast<uint32_t>(winner));
-  if (writes) write(token, logprob_of(row[token], max, mass), true);
+  if (writes) write(token, logprob_of(raw[token], raw_max, mass), true);
 }
 
 }  // namespace

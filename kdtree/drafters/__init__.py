@@ -12,8 +12,7 @@ from kdtree.drafters.oracle import OracleConfig
 DRAFTERS: dict[str, type[DrafterConfig]] = {
     "none": NoneConfig,
     "ngram": NgramConfig,
-    "oracle": OracleConfig,
-}
+}  # by name; the oracle has no name, since it wants the truth
 
 __all__ = [
     "DRAFTERS",

@@ -1,7 +1,7 @@
 """The drafters' protocol, and the tree that grows from what a drafter scored."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,7 +46,10 @@ class Drafter(Protocol):
         """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes"""
 
 
+@runtime_checkable
 class DrafterConfig(Protocol):
+    """What a user fills in; `create` makes the drafter of one engine from it."""
+
     def create(self, setup: Setup) -> Drafter:
         """Raises ValueError on a config that does not fit the setup."""
 

@@ -60,11 +60,14 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoeConfig, hidden: int, w: Weights):
         super().__init__()
-        pairs = [_expert(w.at(e), hidden, config.width) for e in range(config.experts)]
-        tensors = [torch.stack(same) for same in zip(*pairs, strict=True)]
-        names = ("gate_up", "down", "gate_up_scale", "down_scale")
-        for i, name in enumerate(names):
-            setattr(self, name, frozen(tensors[i]) if i < len(tensors) else None)
+        banks = None
+        for e in range(config.experts):
+            expert = _expert(w.at(e), hidden, config.width)
+            banks = banks or [t.new_empty((config.experts, *t.shape)) for t in expert]
+            for bank, tensor in zip(banks, expert, strict=True):
+                bank[e] = tensor
+        self.gate_up, self.down = map(frozen, banks[:2])
+        self.gate_up_scale, self.down_scale = map(frozen, banks[2:]) if banks[2:] else (None, None)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         return ops.moe_experts(

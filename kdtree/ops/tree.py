@@ -55,6 +55,7 @@ def sample(
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
+    raw: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws the token that follows each row: Gumbel-max, noise by seed and position alone.
 
@@ -62,14 +63,15 @@ def sample(
     position: [B, N] int32, of the row (the drawn token stands at position + 1); negative at padding
     seed: [B] int64; temperature: [B] float32, 0 for argmax; top_k: [B] int32, 0 for all;
     top_p: [B] float32 in (0, 1]; min_p: [B] float32 in [0, 1)
+    raw: [B, N, W] float32, the logits that log-probabilities are of, where `logits` were masked
     returns token [B, N] int64, log-probability of the raw logits [B, N] float32, and finite [B, N]
     bool: False where the row holds a NaN, a +inf or nothing but -inf (its token is -1)
     """
-    return ops.sample.default(logits, position, seed, temperature, top_k, top_p, min_p)
+    return ops.sample.default(logits, position, seed, temperature, top_k, top_p, min_p, raw)
 
 
 @register_fake("kdtree::sample")
-def _(logits, position, seed, temperature, top_k, top_p, min_p):
+def _(logits, position, seed, temperature, top_k, top_p, min_p, raw):
     shape = logits.shape[:2]
     dtypes = (torch.int64, torch.float32, torch.bool)
     return tuple(logits.new_empty(shape, dtype=dtype) for dtype in dtypes)

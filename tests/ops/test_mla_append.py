@@ -13,13 +13,13 @@ POSITIONS = 40
 PAGES = 3
 
 
-def case(T, C, R, dtype, device, rng):
-    cache = torch.randn(PAGES, 64, C + R, generator=rng).to(dtype)
+def case(T, C, R, dtype, device, rng, pages=PAGES):
+    cache = torch.randn(pages, 64, C + R, generator=rng).to(dtype)
     kv = torch.randn(T, C + R + 3, generator=rng).to(dtype).to(device)[:, 1 : C + R + 1]
     w = torch.randn(C, generator=rng).to(dtype)
     rope = torch.randn(POSITIONS, R, generator=rng)  # any numbers, so that swapped halves show
     position = torch.randint(0, POSITIONS, (T,), generator=rng, dtype=torch.int32)
-    slot = torch.randperm(PAGES * 64, generator=rng)[:T].int()
+    slot = torch.randperm(pages * 64, generator=rng)[:T].int()
     return [x.to(device) for x in (cache, kv, w, rope, position, slot)]
 
 
@@ -68,14 +68,18 @@ def test_padding(bad, device, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_row_invariance(dtype, device, rng):
-    cache, kv, w, rope, position, slot = case(64, 130, 6, dtype, device, rng)
+@pytest.mark.parametrize("C, R", [(130, 6), (37, 0)])
+def test_row_invariance(C, R, dtype, device, rng):
+    """A row has the same bits alone and among 1, 2, 5, 17, 64 or 1024 rows, at any place."""
+    cache, kv, w, rope, position, slot = case(1024, C, R, dtype, device, rng, pages=17)
     whole = append(cache, kv, w, rope, position, slot)
-    assert torch.equal(whole, append(cache, kv, w, rope, position, slot))
-    for T in (1, 2, 5, 17):
-        rows = torch.randperm(64, generator=rng)[:T].to(device)
-        some = append(cache, kv[rows].contiguous(), w, rope, position[rows], slot[rows])
-        assert torch.equal(some[slot[rows].long()], whole[slot[rows].long()])
+    for T in (1, 2, 5, 17, 64, 1024):
+        rows = torch.randperm(1024, generator=rng)[:T].to(device)
+        want = cache.flatten(0, 1).clone()
+        want[slot[rows].long()] = whole[slot[rows].long()]
+        for _ in range(2):
+            some = append(cache, kv[rows].contiguous(), w, rope, position[rows], slot[rows])
+            assert torch.equal(some, want), T
 
 
 def test_no_rows(device, rng):

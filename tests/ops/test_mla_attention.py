@@ -113,6 +113,36 @@ def test_row_invariance(dtype, device, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_long_chain(dtype, device, rng):
+    """A chain of 1024 rows, and its rows in chains of 64, 17, 5, 2 and 1 after what is before."""
+    case = random_case([0], 1024, 3, 24, 6, dtype, rng, chain=True).to(device)
+    q, whole = case.q, case.run()
+    assert torch.isfinite(whole).all() and torch.equal(whole, case.run())
+    for T in (64, 17, 5, 2, 1):
+        for first in {*range(0, 1024 - T, 61), 1024 - T}:
+            rows = slice(first, first + T)
+            case.q = q[:, rows].contiguous()
+            case.context = torch.full_like(case.context, first)
+            assert torch.equal(case.run(), whole[:, rows]), (T, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N", [1, 16])
+def test_rows_of_many_sequences(N, dtype, device, rng):
+    """1024 rows of as many sequences, or of 64 trees, and of fewer of them in another order."""
+    B = 1024 // N
+    context = torch.randint(0, 100, (B,), generator=rng).tolist()
+    case = random_case(context, N, 2, 8, 2, dtype, rng).to(device)
+    whole, parts = case.run(), vars(case).copy()
+    assert torch.isfinite(whole).all()
+    for T in (1, 2, 5, 17, 64, 1024):
+        some = torch.randperm(B, generator=rng)[: max(T // N, 1)].to(device)
+        for name in ("q", "block_table", "context", "ancestors"):
+            setattr(case, name, parts[name][some].contiguous())
+        assert torch.equal(case.run(), whole[some]), T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_unaligned_cache(dtype, device, rng):
     """A cache that starts off 16 bytes has the same bits as one that does not."""
     case = random_case([150], 6, 3, 24, 8, dtype, rng).to(device)

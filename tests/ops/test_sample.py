@@ -183,7 +183,9 @@ def test_registration(device, rng):
         torch.ones(B),
         torch.zeros(B),
     )
-    opcheck(torch.ops.kdtree.sample, tuple(x.to(device) for x in args))
+    args = tuple(x.to(device) for x in args)
+    opcheck(torch.ops.kdtree.sample, (*args, None))
+    opcheck(torch.ops.kdtree.sample, (*args, args[0] + 1))
 
 
 def test_rejects_bad_arguments(device):
@@ -207,3 +209,24 @@ def test_rejects_bad_arguments(device):
     rejects(4, seed, "top_k has dtype Long, wants Int")
     rejects(5, ones[:1], r"top_p has shape \[1\], wants \[2\]")
     rejects(6, none, "min_p has dtype Int, wants Float")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_of_the_raw_logits(temperature, device, rng):
+    """Where nothing is masked the bits are the same; where something is, the raw row counts."""
+    raw = torch.randn(1, 40, 333, generator=rng).to(device)
+    position = torch.arange(40, dtype=torch.int32, device=device)[None]
+    values = (9, temperature, 0, 1.0, 0.0)
+    dtypes = (torch.int64, torch.float32, torch.int32, torch.float32, torch.float32)
+    each = [torch.tensor([v], dtype=t, device=device) for v, t in zip(values, dtypes, strict=True)]
+    token, logprob, _ = ops.sample(raw, position, *each)
+    masked = raw.clone()
+    masked[0, ::2].scatter_(1, token[0, ::2, None], float("-inf"))
+    other, got, finite = ops.sample(masked, position, *each, raw)
+    assert finite.all() and (other[0, ::2] != token[0, ::2]).all()
+    assert torch.equal(other[0, 1::2], token[0, 1::2])
+    assert torch.equal(got[0, 1::2], logprob[0, 1::2])
+    best, ids = ops.top_logprobs(raw[0], 64)
+    for n in range(40):
+        among = dict(zip(ids[n].tolist(), best[n].tolist(), strict=True))
+        assert among.get(int(other[0, n]), float(got[0, n])) == float(got[0, n])

@@ -1,157 +1,27 @@
-"""Training of the demo model: data order, optimisers, fake quantisation, the clocked loop.
+"""Training of the demo model: optimisers, fake quantisation, the clocked loop.
 
 The learning rate follows the wall clock: constant, then linear to zero over the last 60 % of
 `seconds`. For the last 35 % the routed experts are rounded to INT4 in the forward pass (the
-gradient passes straight through), and `loop_rows` rows a batch are windows whose end repeats
-itself: there the third and later repeats are taught to be half as likely as the one before, so
-that greedy output leaves a loop (after Xu et al. 2022, "Learning to Break the Loop"). For the
-last `long` of the time windows are four times as long. Files are not known here.
+gradient passes straight through), and `loop_rows` rows a batch repeat themselves. For the last
+`long` of the time windows are four times as long. Files are not known here.
 """
 
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from demo_model import Parts, forward
-from demo_shape import Weights, rotary
+from demo_training.batches import add_loops, batches, objective
+from demo_training.model import Parts, forward
+from demo_training.muon import Muon
+from demo_training.plan import LONG, Plan, Run
+from demo_training.quantise import dequantise, quantise
+from demo_training.shape import Weights, rotary
 
 ADAM = ("embed", "head", "norm", "input_norm", "post_norm", "q_norm", "kv_norm", "router")
-GROUP = 32  # weights that share an INT4 scale
-LONG = 4  # long windows are so many times as long
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run is told. Times in seconds, of training alone; parts are of `seconds`."""
-
-    seconds: float
-    seed: int = 0
-    batch: int = 64
-    length: int = 1024
-    muon_lr: float = 4e-3
-    adam_lr: float = 2e-3
-    decay: float = 0.1
-    balance: float = 1e-3
-    warm_steps: int = 100
-    cool: float = 0.6
-    quantised: float = 0.35
-    long: float = 0.12
-    loop_rows: int = 2
-    way: str = "grouped"
-    backend: str = "flash"
-    compiled: bool = True
-
-
-@dataclass(slots=True)
-class Run:
-    """What a run has done so far."""
-
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    curve: list[dict] = field(default_factory=list)
-    failure: str = ""
-
-
-def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
-    """INT4 codes [..., groups, 32] and scales [..., groups, 1], chosen by squared error."""
-    w = w.float().unflatten(-1, (-1, GROUP))
-    largest = w.abs().amax(-1, keepdim=True).clamp(min=1e-8)
-    best = scale = code = None
-    for steps in (6.2, 6.6, 7.0, 7.4, 7.8, 8.2, 8.7, 9.3, 10.0):
-        s = (largest / steps).bfloat16().float()
-        q = (w / s).round().clamp(-8, 7)
-        error = (q * s - w).square().sum(-1, keepdim=True)
-        if best is None:
-            best, scale, code = error, s, q
-        better = error < best
-        best, scale = torch.where(better, error, best), torch.where(better, s, scale)
-        code = torch.where(better, q, code)
-    return code, scale
-
-
-def dequantise(code: Tensor, scale: Tensor) -> Tensor:
-    return (code * scale).flatten(-2)
-
-
-def orthogonal(m: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix of each of m [N, out, in], roughly (Newton-Schulz)."""
-    x = m.bfloat16() if m.is_cuda else m
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(5):
-        a = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if tall else x
-
-
-class Muon:
-    """Momentum, orthogonalised, for stacks of matrices; the step's size is as AdamW's."""
-
-    def __init__(self, tensors: list[Tensor], matrices: list[tuple[int, int]]) -> None:
-        self.tensors, self.matrices = tensors, matrices
-        self.momentum = [torch.zeros_like(x) for x in tensors]
-
-    @torch.no_grad()
-    def step(self, grads: list[Tensor], lr: float, decay: float) -> None:
-        torch._foreach_lerp_(self.momentum, [g.float() for g in grads], 0.05)
-        for x, (out, inside), m, g in zip(
-            self.tensors, self.matrices, self.momentum, grads, strict=True
-        ):
-            update = orthogonal(torch.lerp(g.float(), m, 0.95).view(-1, out, inside)).view_as(x)
-            x.mul_(1 - lr * decay).add_(update, alpha=-0.2 * max(out, inside) ** 0.5 * lr)
-
-
-def batches(data: Tensor, plan: Plan, long: deque[bool]) -> Iterator[Tensor]:
-    """Windows [B, T + 1] of every epoch in a shuffled order; long ones once `long` holds True."""
-    generator = torch.Generator().manual_seed(plan.seed)
-    while True:
-        length = plan.length * (LONG if long else 1)
-        batch = plan.batch // (LONG if long else 1)
-        offset = int(torch.randint(length, (1,), generator=generator))
-        count = (len(data) - 1 - offset) // length
-        starts = (torch.randperm(count, generator=generator) * length + offset).to(data.device)
-        reach, was = torch.arange(length + 1, device=data.device), len(long)
-        for at in range(0, count - batch + 1, batch):
-            yield data[starts[at : at + batch, None] + reach].long()
-            if len(long) != was:
-                break
-
-
-def add_loops(
-    batch: Tensor, rows: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Makes the last rows repeat themselves; returns the batch, and of the targets [rows, T] the
-    number of the repeat they are in (0: none) and the position one period before."""
-    length, device = batch.shape[1], batch.device
-    period = torch.randint(4, 64, (rows, 1), generator=generator, device=device)
-    begin = torch.randint(length // 8, length // 2, (rows, 1), generator=generator, device=device)
-    at = torch.arange(length, device=device).expand(rows, -1)
-    source = torch.where(at < begin, at, begin + (at - begin) % period)
-    looped = torch.cat((batch[:-rows], batch[-rows:].gather(1, source)))
-    repeat = ((at - begin).clamp(min=0) // period)[:, 1:]
-    return looped, repeat, (at[:, 1:] - 1 - period).clamp(min=0)
-
-
-def objective(loss: Tensor, repeat: Tensor | None, before: Tensor | None) -> Tensor:
-    """Mean of -log p; in looped rows only up to the first repeat, and from the second on the
-    distance from half the probability one period before."""
-    if repeat is None:
-        return loss.mean()
-    rows = len(repeat)
-    looped = loss[-rows:]
-    p = torch.exp(-looped)
-    goal = 0.5 * p.detach().gather(1, before)
-    escape = -torch.log1p(-(p - goal).abs().clamp(max=0.999))
-    looped = torch.where(repeat >= 2, escape, torch.where(repeat == 0, looped, 0.0))
-    return (loss[:-rows].sum() + looped.sum()) / loss.numel()
 
 
 class Trainer:

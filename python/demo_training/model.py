@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from demo_shape import Shape, Weights
+from demo_training.shape import Shape, Weights
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
