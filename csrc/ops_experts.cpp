@@ -1,4 +1,6 @@
 // The torch face of the experts' ops: INT4 packing and product, routing, routed experts.
+#include <algorithm>
+
 #include "ops.h"
 
 namespace kdtree {
