@@ -57,12 +57,13 @@ class KvCache:
         sequences: int,
         max_seq_len: int,
         *,
-        device: torch.device,
+        device: torch.device | str,
         dtype: torch.dtype,
     ):
         pages = -(-(max_seq_len + MAX_NODES - 1) // PAGE)
         shape = (layers, sequences * pages, PAGE, width)
-        asked, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
+        asked = torch.Size(shape).numel() * dtype.itemsize
+        free = free_bytes(torch.device(device))
         if asked > free:
             raise CapacityError(
                 f"a cache of {sequences} x {max_seq_len} tokens takes {asked / 2**30:.2f} GiB,"
