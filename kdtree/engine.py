@@ -14,6 +14,7 @@ import torch
 
 from kdtree import options
 from kdtree.cache import KvCache
+from kdtree.checks import flag, whole
 from kdtree.config import load as load_config
 from kdtree.drafters import Drafter, DrafterConfig, Setup
 from kdtree.errors import NumericsError
@@ -45,6 +46,7 @@ class Engine:
     Raises ConfigError, CheckpointError, CapacityError, and ValueError on an option out of range.
     """
 
+    @torch.inference_mode(False)  # so that what is made here can be written in any mode
     def __init__(
         self,
         model: str | Path | None = None,
@@ -67,7 +69,7 @@ class Engine:
         setup = Setup(
             budget=options.budget(budget),
             chain=options.is_chain(tree),
-            chain_seed=options.flag("chain_seed", chain_seed),
+            chain_seed=flag("chain_seed", chain_seed),
             vocab=self.config.vocab,
             sequences=self.max_batch,
             max_seq_len=self.max_seq_len,
@@ -108,8 +110,7 @@ class Engine:
         if not single or params[0].n != 1:
             raise ValueError("stream takes one prompt and gives one completion: n must be 1")
         _, requests = self._requests(prompts, params, trace=False)
-        for _, chunk in self._run(requests):
-            yield chunk
+        return (chunk for _, chunk in self._run(requests))
 
     def _round(self, phases: Phases, masking: bool, best: int) -> Round:
         """Commits at least one token per active sequence."""
@@ -188,6 +189,8 @@ class Engine:
             if p.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
             eos = () if p.ignore_eos else self.config.eos_ids
+            for token in p.stop_token_ids:
+                whole("stop_token_ids", token, 0, self.config.vocab - 1)
             stop = list(dict.fromkeys((*eos, *p.stop_token_ids)))
             self.state.check(ids, stop)
             own = [

@@ -21,6 +21,9 @@ class NumericsError(Exception):
     """
 
     def __init__(self, step: int, position: int):
-        super().__init__(f"non-finite logits at step {step}, position {position}")
+        super().__init__(step, position)  # what pickle makes it from
         self.step = step
         self.position = position
+
+    def __str__(self) -> str:
+        return f"non-finite logits at step {self.step}, position {self.position}"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from kdtree.checks import is_whole
 from kdtree.config import ModelConfig
 from kdtree.drafters import DRAFTERS, DrafterConfig
 from kdtree.errors import CapacityError, ConfigError
@@ -48,22 +49,16 @@ def dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def batch(sequences: int) -> int:
-    if not _is_whole(sequences) or sequences < 1:
+    if not is_whole(sequences) or sequences < 1:
         raise ValueError(f"max_batch is {sequences!r}, wants an integer of at least 1")
     return sequences
-
-
-def flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, wants True or False")
-    return value
 
 
 def budget(nodes: int | str) -> int | None:
     """Draft nodes a round; None for the drafter's own choice."""
     if nodes == "auto":
         return None
-    if not _is_whole(nodes) or not 0 <= nodes < MAX_NODES:
+    if not is_whole(nodes) or not 0 <= nodes < MAX_NODES:
         raise ValueError(f"budget is {nodes!r}, wants 'auto' or 0 to {MAX_NODES - 1}")
     return nodes
 
@@ -76,7 +71,7 @@ def is_chain(tree: str) -> bool:
 
 def drafter(wanted: str | DrafterConfig) -> DrafterConfig:
     if not isinstance(wanted, str):
-        if not isinstance(wanted, DrafterConfig):
+        if isinstance(wanted, type) or not isinstance(wanted, DrafterConfig):
             raise TypeError(f"drafter is {wanted!r}, wants a name or a drafter's config")
         return wanted
     if wanted not in DRAFTERS:
@@ -88,7 +83,7 @@ def context(asked: int | None, config: ModelConfig) -> int:
     """Tokens of a sequence, prompt and continuation together."""
     if asked is None:
         return min(config.max_positions, CONTEXT)
-    if not _is_whole(asked) or asked < 2:
+    if not is_whole(asked) or asked < 2:
         raise ValueError(f"max_seq_len is {asked!r}, wants an integer of at least 2")
     if asked > config.max_positions:
         raise CapacityError(f"max_seq_len is {asked}, the model has {config.max_positions}")
@@ -103,6 +98,9 @@ def prompts(
     if not single and not isinstance(given, list | tuple):
         raise TypeError(f"prompts is a {type(given).__name__}, wants text, token ids or a list")
     several = [given] if single else list(given)
+    for prompt in several:
+        if not isinstance(prompt, str | list | tuple):
+            raise TypeError(f"prompts holds {prompt!r}, wants text or lists of token ids")
     params = SamplingParams() if params is None else params
     each = list(params) if isinstance(params, list | tuple) else [params] * len(several)
     for one in each:
@@ -117,15 +115,11 @@ def prompt_ids(ids: list[int], vocab: int) -> list[int]:
     if not ids:
         raise ValueError("the prompt is empty: there is no token to continue")
     for token in ids:
-        if not _is_whole(token):
+        if not is_whole(token):
             raise TypeError(f"the prompt holds {token!r}, wants token ids")
         if not 0 <= token < vocab:
             raise ValueError(f"the prompt holds token {token}, the vocabulary has {vocab}")
     return list(ids)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_ids(given: object) -> bool:

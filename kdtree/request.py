@@ -77,11 +77,10 @@ class Request:
             text += self._stops.feed(self._detokenizer.feed(token) if self._detokenizer else "")
             if self._stops.stop is not None:
                 break
+        if emitted.reason != RUNNING and self._stops.stop is None:
+            rest = self._detokenizer.flush() if self._detokenizer else ""
+            text += self._stops.feed(rest) + self._stops.flush()
         self._finish(emitted)
-        if self.finished and self._stops.stop is None:
-            if self._detokenizer:
-                text += self._stops.feed(self._detokenizer.flush())
-            text += self._stops.flush()
         done.text += text
         self._count(taken, trace)
         return Chunk(text, done.token_ids[len(done.token_ids) - taken :], done.finish_reason, taken)
@@ -110,4 +109,5 @@ class Request:
         metrics.histogram += [0] * (taken + 1 - len(metrics.histogram))
         metrics.histogram[taken] += 1
         if trace is not None:
+            trace.emitted = trace.emitted[:taken]  # a stop string may end a round early
             self.completion.trace.append(trace)

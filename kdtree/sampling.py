@@ -1,7 +1,8 @@
 """How one prompt is to be continued, as the caller says it, and checked here once."""
 
-import math
 from dataclasses import dataclass
+
+from kdtree.checks import flag, real, whole
 
 MAX_LOGPROBS = 64  # of ops.top_logprobs
 
@@ -11,7 +12,7 @@ class SamplingParams:
     """Parameters of one generation, named as in vLLM. Sampling: design of `kdtree.ops.sample`.
 
     max_tokens: tokens to emit at most; None for the end of the context
-    temperature: 0 is argmax, the default
+    temperature: 0 is argmax, the default; so is what is below 1e-30
     top_k: candidates kept, 0 for all; top_p: mass kept, in (0, 1]; min_p: least probability kept,
         relative to the best token's, in [0, 1)
     seed: of the noise; completion i of n uses seed + i
@@ -42,41 +43,27 @@ class SamplingParams:
         ids = _several("stop_token_ids", self.stop_token_ids, "token ids")
         object.__setattr__(self, "stop_token_ids", ids)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, None)
-        _real("temperature", self.temperature, "at least 0", lambda v: v >= 0)
-        _whole("top_k", self.top_k, 0, 2**31 - 1)
-        _real("top_p", self.top_p, "in (0, 1]", lambda v: 0 < v <= 1)
-        _real("min_p", self.min_p, "in [0, 1)", lambda v: 0 <= v < 1)
-        _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        _whole("n", self.n, 1, None)
-        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+            whole("max_tokens", self.max_tokens, 1, None)
+        real("temperature", self.temperature, "at least 0", lambda v: v >= 0)
+        whole("top_k", self.top_k, 0, 2**31 - 1)
+        real("top_p", self.top_p, "in (0, 1]", lambda v: 0 < v <= 1)
+        real("min_p", self.min_p, "in [0, 1)", lambda v: 0 <= v < 1)
+        whole("seed", self.seed, -(2**63), 2**63 - 1)
+        whole("n", self.n, 1, 2**63 - self.seed)  # the last seed is seed + n - 1
+        flag("ignore_eos", self.ignore_eos)
+        whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, None)
+            whole("stop_token_ids", token, 0, None)
         for text in self.stop:
             if not isinstance(text, str):
                 raise TypeError(f"stop holds {text!r}, wants strings")
             if not text:
                 raise ValueError("stop holds an empty string, which would stop everywhere")
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
 def _several(name: str, value: object, wants: str) -> tuple:
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name} is {value!r}, wants a list of {wants}")
     return tuple(value)
-
-
-def _whole(name: str, value: object, least: int, most: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, wants an integer")
-    if value < least or (most is not None and value > most):
-        wants = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{name} is {value}, wants {wants}")
-
-
-def _real(name: str, value: object, wants: str, ok) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, wants a number")
-    if not math.isfinite(value) or not ok(value):
-        raise ValueError(f"{name} is {value}, wants a finite number {wants}")

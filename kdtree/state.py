@@ -10,6 +10,7 @@ from kdtree.verify import Sampling
 
 RUNNING, STOP, LENGTH, FAILED = range(4)  # why a sequence goes on or ends
 MAX_STOPS = 64  # stop tokens a sequence
+COLDEST = 1e-30  # a lower temperature is argmax: logits over it would leave float32
 
 
 class State:
@@ -55,8 +56,9 @@ class State:
         self.token[b, : len(prompt)] = torch.tensor(prompt)
         self.stop[b] = torch.tensor(stop + [-1] * (MAX_STOPS - len(stop)))
         s.masked[b] = torch.tensor((stop + stop[:1] * MAX_STOPS)[:MAX_STOPS] if masked else 0)
-        s.masked_until[b] = len(prompt) + params.min_tokens if masked else 0
-        s.seed[b], s.temperature[b], s.top_k[b] = params.seed, params.temperature, params.top_k
+        s.masked_until[b] = min(len(prompt) + params.min_tokens, end) if masked else 0
+        temperature = params.temperature if params.temperature > COLDEST else 0.0
+        s.seed[b], s.temperature[b], s.top_k[b] = params.seed, temperature, params.top_k
         s.top_p[b], s.min_p[b] = params.top_p, params.min_p
         self.length[b], self.limit[b], self.active[b] = len(prompt), end, True
 

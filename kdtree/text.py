@@ -170,9 +170,12 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
-def _is_byte_level(decoder: dict) -> bool:
+def _is_byte_level(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
     if decoder.get("type") == "Sequence":
-        return any(map(_is_byte_level, decoder.get("decoders", ())))
+        parts = decoder.get("decoders")
+        return isinstance(parts, list) and any(map(_is_byte_level, parts))
     return decoder.get("type") == "ByteLevel"
 
 

@@ -31,7 +31,14 @@ def hf() -> dict:
         ({"n_group": 5}, "1 of 5 groups of 16 experts cannot give 4"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type is 'llama3', supported: 'default'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "no 'original_max_position_embeddings'"),
-        ({"rope_theta": None, "rope_scaling": None}, "rope_theta is None, wants a number above 1"),
+        ({"rope_theta": None, "rope_scaling": None}, "no 'rope_theta'"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf, wants a finite number above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', wants an object"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0, wants a finite number above 0"),
+        ({"model_type": ["x"]}, "model_type is"),
+        ({"eos_token_id": 10**6}, "the vocabulary has 512"),
+        ({"eos_token_id": [True]}, "wants an id or a list of ids"),
+        ({"quantization_config": "x"}, "quantization_config is 'x', wants an object"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization 'gptq' None"),
         (
             {

@@ -114,8 +114,12 @@ def test_oracle_grows_every_shape(device):
     "config, message",
     [
         (NgramConfig(depth=16), "depth is 16, wants 1 to 15"),
-        (NgramConfig(matches=0), "matches 1 to 64"),
-        (OracleConfig(((1,),), accuracy=1.5), "accuracy wants 0 to 1"),
+        (NgramConfig(matches=0), "matches is 0, wants 1 to 64"),
+        (NgramConfig(budget=64), "budget is 64, wants 0 to 63"),
+        (
+            OracleConfig(((1,),), accuracy=1.5),
+            r"accuracy is 1.5, wants a finite number in \[0, 1\]",
+        ),
         (OracleConfig(((1,),), depth=0), "depth is 0, wants 1 to 15"),
     ],
 )

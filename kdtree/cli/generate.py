@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--seed", type=int, default=0)
     sampling.add_argument("--n", type=int, default=1, help="completions")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
-    sampling.add_argument(
-        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", dest="stop_token_ids"
-    )
+    sampling.add_argument("--stop-token-ids", type=int, action="append", default=[], metavar="ID")
     sampling.add_argument("--ignore-eos", action="store_true")
     sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
     sampling.add_argument("--logprobs", type=int, metavar="K", help="list the K best of each token")

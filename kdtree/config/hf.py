@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from kdtree.checks import is_whole
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
 from kdtree.errors import ConfigError
 
@@ -40,10 +41,10 @@ def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
     wrapped = config.get("model_type") in WRAPPERS
     if wrapped:
         quantization = {k: v for k, v in config.items() if k == "quantization_config"}
-        config = _Keys(config).take("text_config") | quantization
+        config = _Keys(config).mapping("text_config") | quantization
     keys = _Keys(config)
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         supported = ", ".join((*FAMILIES, *WRAPPERS))
         raise ConfigError(f"model_type is {kind!r}, supported: {supported}")
     family = FAMILIES[kind]
@@ -69,7 +70,10 @@ def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
         prefix="language_model." if wrapped else "",
         skipped=("vision_tower.", "mm_projector.") if wrapped else (),
     )
-    _quantization(keys.take("quantization_config", None))
+    _quantization(keys.mapping("quantization_config"))
+    beyond = [token for token in model.eos_ids if token >= model.vocab]
+    if beyond:
+        raise ConfigError(f"eos_token_id holds {beyond}, the vocabulary has {model.vocab}")
     if keys.unread():
         raise ConfigError(f"config.json has unsupported keys: {', '.join(keys.unread())}")
     return model
@@ -98,11 +102,21 @@ class _Keys:
             raise ConfigError(f"{name} is {value!r}, wants an integer of at least {least}")
         return value
 
-    def real(self, name: str, *default) -> float:
+    def real(self, name: str, *default, least: float = 0.0) -> float:
+        """A finite number above least, or a default."""
         value = self.take(name, *default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}, wants a number")
+        if default and value is default[0]:
+            return float(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not least < value < 1e30:
+            raise ConfigError(f"{name} is {value!r}, wants a finite number above {least}")
         return float(value)
+
+    def mapping(self, name: str) -> dict:
+        value = self.take(name, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} is {value!r}, wants an object")
+        return value
 
     def one_of(self, name: str, options: tuple, *default):
         value = self.take(name, *default)
@@ -127,7 +141,7 @@ def _json(path: Path) -> dict:
 def _ids(value) -> tuple[int, ...]:
     value = () if value is None else value
     ids = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(token, int) for token in ids):
+    if not all(is_whole(token) and token >= 0 for token in ids):
         raise ConfigError(f"eos_token_id is {value!r}, wants an id or a list of ids")
     return ids
 
@@ -151,21 +165,17 @@ def _mla(keys: _Keys, family: str) -> MlaConfig:
 
 def _rope(keys: _Keys, interleaved: bool) -> RopeConfig:
     """Reads both spellings: rope_theta with rope_scaling, and rope_parameters."""
-    parameters = keys.take("rope_parameters", None)
-    scaling = keys.take("rope_scaling", None)
-    rope = _Keys(parameters or scaling or {})
-    theta = keys.take("rope_theta", None)
-    if parameters and "rope_theta" in parameters:
-        theta = rope.real("rope_theta")
-    if not isinstance(theta, int | float) or theta <= 1:
-        raise ConfigError(f"rope_theta is {theta!r}, wants a number above 1")
+    parameters = keys.mapping("rope_parameters")
+    rope = _Keys(parameters or keys.mapping("rope_scaling"))
+    outer = _Keys({"rope_theta": keys.take("rope_theta", None)})
+    theta = (rope if "rope_theta" in parameters else outer).real("rope_theta", least=1)
     kind = rope.take("rope_type", rope.take("type", "default"))
     if kind not in ("default", "yarn"):
         raise ConfigError(f"rope_type is {kind!r}, supported: 'default', 'yarn'")
     yarn = None
     if kind == "yarn":
         yarn = YarnConfig(
-            factor=rope.real("factor"),
+            factor=rope.real("factor", least=0.999),
             original=rope.whole("original_max_position_embeddings"),
             beta_fast=rope.real("beta_fast", 32),
             beta_slow=rope.real("beta_slow", 1),
@@ -221,9 +231,9 @@ def _moe(keys: _Keys, family: str, layers: int) -> MoeConfig | None:
     )
 
 
-def _quantization(config: dict | None) -> None:
+def _quantization(config: dict) -> None:
     """Checks the format; which tensors are quantised is read off the checkpoint."""
-    if config is None:
+    if not config:
         return
     method, kind = config.get("quant_method"), config.get("format")
     if (method, kind) != ("compressed-tensors", "pack-quantized"):
@@ -232,10 +242,16 @@ def _quantization(config: dict | None) -> None:
             " 'compressed-tensors' 'pack-quantized'"
         )
     wants = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    for name, group in config.get("config_groups", {}).items():
-        weights = group.get("weights") or {}
+    keys = _Keys(config)
+    if config.get("kv_cache_scheme"):
+        raise ConfigError("kv_cache_scheme is set, supported: none")
+    for name in keys.mapping("config_groups"):
+        group = _Keys(keys.mapping("config_groups")).mapping(name)
+        weights = _Keys(group).mapping("weights")
         for key, value in wants.items():
             if weights.get(key) != value:
                 raise ConfigError(f"{name}: {key} is {weights.get(key)!r}, supported: {value!r}")
-        if weights.get("actorder") or group.get("input_activations"):
+        if weights.get("actorder") or any(
+            group.get(f"{x}_activations") for x in ("input", "output")
+        ):
             raise ConfigError(f"{name}: activation order and quantised activations unsupported")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdtree.checks import whole
 from kdtree.drafters.base import Setup, Stateless, grow, nodes_of
 from kdtree.state import State
-from kdtree.tree import MAX_DEPTH, TokenTree
+from kdtree.tree import MAX_DEPTH, MAX_NODES, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,10 @@ class NgramConfig:
     budget: int = 7
 
     def create(self, setup: Setup) -> "Ngram":
-        if not 1 <= self.depth <= MAX_DEPTH:
-            raise ValueError(f"depth is {self.depth}, wants 1 to {MAX_DEPTH}")
-        if self.length < 1 or not 1 <= self.matches <= 64:
-            raise ValueError("length wants at least 1, matches 1 to 64")
+        whole("length", self.length, 1, 64)
+        whole("matches", self.matches, 1, 64)
+        whole("depth", self.depth, 1, MAX_DEPTH)
+        whole("budget", self.budget, 0, MAX_NODES - 1)
         return Ngram(self, setup)
 
 
@@ -41,7 +42,8 @@ class Ngram(Stateless):
     def __init__(self, config: NgramConfig, setup: Setup):
         self.config, self.setup = config, setup
         self.nodes = nodes_of(setup, config.budget, config.depth)
-        rank = torch.arange(config.matches, device=setup.device)
+        self.matches = min(config.matches, setup.max_seq_len)
+        rank = torch.arange(self.matches, device=setup.device)
         self.first = FIRST + RANK * rank.float()
         self.earlier = rank[:, None] > rank  # [m, m']: m' ranks before m
 
@@ -64,7 +66,7 @@ class Ngram(Stateless):
             matched += same
         earlier = (matched > 0) & (index < last)
         key = torch.where(earlier, matched * history.shape[1] + index, -1)
-        key, end = key.topk(min(c.matches, history.shape[1]), dim=1)
+        key, end = key.topk(self.matches, dim=1)
         follow = end[..., None] + 1 + torch.arange(c.depth, device=history.device)
         known = (follow <= last[..., None]) & (key >= 0)[..., None]
         follow = follow.clamp(max=history.shape[1] - 1)
@@ -83,6 +85,6 @@ class Ngram(Stateless):
         M, J = candidate.shape[1:]
         for j in range(1, J):
             parent = owner[..., j - 1]  # [B, m']
-            entry = torch.where(first[..., j], NEXT, float("-inf"))
+            entry = torch.full_like(score[:, j, 0], NEXT).masked_fill(~first[..., j], float("-inf"))
             score[:, j].scatter_(1, parent[:, None], entry[:, None])
         return score

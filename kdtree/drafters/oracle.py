@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kdtree.checks import real, whole
 from kdtree.drafters.base import Setup, Stateless, grow, nodes_of
 from kdtree.state import State
-from kdtree.tree import MAX_DEPTH, TokenTree
+from kdtree.tree import MAX_DEPTH, MAX_NODES, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,10 @@ class OracleConfig:
     budget: int = 7
 
     def create(self, setup: Setup) -> "Oracle":
-        if not 1 <= self.depth <= MAX_DEPTH:
-            raise ValueError(f"depth is {self.depth}, wants 1 to {MAX_DEPTH}")
-        if not 0 <= self.accuracy <= 1 or not 1 <= self.candidates <= 64:
-            raise ValueError("accuracy wants 0 to 1, candidates 1 to 64")
+        real("accuracy", self.accuracy, "in [0, 1]", lambda v: 0 <= v <= 1)
+        whole("candidates", self.candidates, 1, 64)
+        whole("depth", self.depth, 1, MAX_DEPTH)
+        whole("budget", self.budget, 0, MAX_NODES - 1)
         return Oracle(self, setup)
 
 
@@ -53,6 +54,8 @@ class Oracle(Stateless):
         truth = list(self.config.truth[request])[: self.truth.shape[1]]
         if truth[: len(prompt)] != prompt:
             raise ValueError(f"the oracle's truth {request} does not begin with the prompt")
+        for token in truth:
+            whole("truth", token, 0, self.setup.vocab - 1)
         self.truth[b] = 0
         self.truth[b, : len(truth)] = torch.tensor(truth)
 
@@ -69,7 +72,7 @@ class Oracle(Stateless):
         wrong = (true[..., None] + 1 + torch.where(m < at, m, m - 1)) % self.setup.vocab
         candidate = torch.where(m == at, true[..., None], wrong)
         spread = 1 + _noise(position, c.seed + 2).float()[..., None]
-        score = torch.where(m == 0, self.first, self.other * spread - 0.1 * m)
+        score = torch.where(m == 0, self.first, self.other * spread - 0.1 * m.float())
         return grow(state, score, candidate, self.nodes, self.setup)
 
 

@@ -10,6 +10,8 @@ from kdtree.config import RopeConfig, YarnConfig
 
 def rope_table(config: RopeConfig, width: int, positions: int, device) -> Tensor:
     """[positions, width] float32: width / 2 cosines, then width / 2 sines, computed in float64."""
+    if torch.device(device).type == "meta":
+        return torch.empty(positions, width, device=device)
     index = torch.arange(0, width, 2, dtype=torch.float64)
     frequency = config.theta ** -(index / width)
     amplitude = 1.0

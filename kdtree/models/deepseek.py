@@ -62,7 +62,8 @@ class Deepseek(nn.Module):
         None
         """
         position = step.position.flatten()
-        embedded = F.embedding(step.token.flatten(), self.embed_tokens)
+        token = step.token.flatten().clamp(0, self.config.vocab - 1)  # a draft may be anything
+        embedded = F.embedding(token, self.embed_tokens)
         y, stream, kept = embedded.to(cache.data.dtype), None, []
         for i, layer in enumerate(self.layers):
             y, stream = layer.input_layernorm(y, stream)

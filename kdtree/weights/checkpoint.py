@@ -65,7 +65,10 @@ class Checkpoint:
         index = self.directory / INDEX
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text())["weight_map"])
+                where = dict(json.loads(index.read_text())["weight_map"])
+                if not all(isinstance(file, str) for file in where.values()):
+                    raise ValueError("weight_map holds other things than file names")
+                return where
             except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{index} is not a weight index: {error!r}") from None
         if not (self.directory / SINGLE).is_file():
