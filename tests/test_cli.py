@@ -194,8 +194,8 @@ def test_generate_reads_stdin_as_it_is(engine, capsys, monkeypatch):
 def test_generate_passes_every_parameter_on(engine, capsys):
     flags = (
         "--max-tokens 7 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 5 --n 2 "
-        "--stop ab --stop cd --stop-token-ids 3 --stop-token-ids 4 --ignore-eos --min-tokens 2 --logprobs 3 "
-        "--drafter ngram"
+        "--stop ab --stop cd --stop-token-ids 3 --stop-token-ids 4 --ignore-eos --min-tokens 2 "
+        "--logprobs 3 --drafter ngram"
     )
     code, out, _ = run(capsys, "generate", "p", *flags.split())
     params = engine.made[0].calls[0][1]
