@@ -198,7 +198,7 @@ class Engine:
                     number=len(requests) + i,
                     index=i,
                     prompt=ids,
-                    params=replace(p, seed=p.seed + i),
+                    params=replace(p, seed=p.seed + i, n=1),
                     stop=stop,
                     tokenizer=self.tokenizer,
                     trace=trace,

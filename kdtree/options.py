@@ -19,6 +19,8 @@ Prompt = str | list[int]
 
 def directory(model: str | Path | None) -> Path:
     """The model directory; the demo model that ships with the package where none is named."""
+    if not isinstance(model, str | Path | None):
+        raise TypeError(f"model is {model!r}, wants a directory")
     path = DEMO if model is None else Path(model)
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory: a model is a directory with a config.json")
@@ -26,6 +28,8 @@ def directory(model: str | Path | None) -> Path:
 
 
 def device(name: str) -> torch.device:
+    if not isinstance(name, str | torch.device):
+        raise TypeError(f"device is {name!r}, wants 'auto', 'cpu' or 'cuda'")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -43,7 +47,7 @@ def dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name not in names:
+    if not isinstance(name, str) or name not in names:
         raise ValueError(f"dtype is {name!r}, wants 'auto', 'float32' or 'bfloat16'")
     return names[name]
 
