@@ -91,7 +91,10 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options, error, parts", OPTIONS, ids=[str(row[0]) for row in OPTIONS])
+IDS = [f"{i}-{next(iter(row[0]))}" for i, row in enumerate(OPTIONS)]
+
+
+@pytest.mark.parametrize("options, error, parts", OPTIONS, ids=IDS)
 def test_engine_options(options, error, parts):
     with says(error, *parts):
         Engine(variant("vocab-odd"), **{"device": "cpu", "max_seq_len": CONTEXT} | options)
