@@ -6,6 +6,7 @@ A round makes every decision on the device; the host reads one record of it.
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -110,7 +111,12 @@ class Engine:
         if not single or params[0].n != 1:
             raise ValueError("stream takes one prompt and gives one completion: n must be 1")
         _, requests = self._requests(prompts, params, trace=False)
-        return (chunk for _, chunk in self._run(requests))
+        return self._chunks(requests)
+
+    def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
+        with closing(self._run(requests)) as run:  # a stream that is closed frees the engine
+            for _, chunk in run:
+                yield chunk
 
     def _round(self, phases: Phases, masking: bool, best: int) -> Round:
         """Commits at least one token per active sequence."""

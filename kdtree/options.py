@@ -40,6 +40,9 @@ def device(name: str) -> torch.device:
         raise ValueError(f"device is {name!r}, wants 'auto', 'cpu' or 'cuda'")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {name!r}, but torch finds no CUDA device")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device is {name!r}, but torch finds {count} CUDA device(s)")
     return found
 
 

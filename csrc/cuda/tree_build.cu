@@ -5,15 +5,14 @@
 //
 // Grid    one block a sequence. All its threads sort every candidate list, then one warp takes the
 //         nodes one by one, then all write the tree.
-// Tiling  Lane l of that warp has the l-th best untaken child (a head: the best one of some node),
-//         so the next node is lane 0's. All lanes work out the two new heads, the taken one's
-//         successor and the new node's first, from what shared memory knows of the two nodes, and
-//         one shuffle puts them in their places. 32 lanes are enough: after k nodes there are k + 1
-//         heads, and no more than the N - k best can matter.
+// Tiling  Lane l of that warp keeps the best untaken child (the head) of nodes l and l + 32 as two
+//         words. A step is a minimum over the heads' scores, as bits, and one over the tie-break of
+//         those that have it; then all lanes work out the two new heads, the taken one's successor
+//         and the new node's first, from what shared memory knows of the two nodes.
 // Smem    the sorted lists, as (score, candidate) where that fits, else as candidates alone, whose
 //         scores are read again from L1 or L2; and the candidates' tokens.
-// Floor   launch and N - 1 dependent steps of two shuffles, a shared read and a vote, about 170
-//         cycles each: 63 steps take 5.4 us at 1.98 GHz.
+// Floor   launch and N - 1 dependent steps of two reductions and one shared read, about 150 cycles
+//         each: 63 steps take 5 us at 1.9 GHz.
 // Needs   N <= 64, M <= 64, J <= 15.
 #include "common.cuh"
 
@@ -21,13 +20,13 @@ namespace kdtree::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kSlots = kMaxNodes / kWarp;  // candidates of a list that a lane looks at
+constexpr int kSlots = kMaxNodes / kWarp;  // nodes a lane keeps
 constexpr int kAhead = 3;                  // entries of a list that a new node has read
 constexpr int kPadding = -2;               // parent of a missing node
 constexpr int kMaxSmem = 88 * 1024;        // the device's 99 KB less the static arrays
 
 // An index of node or candidate takes 6 bits of a code, its lowest bit says "merged". A node's rest
-// has two candidates in 7 bits each: what ends a list is candidate 64, and more may lie behind it.
+// has two candidates in 7 bits each: what ends a list is candidate 64, what lies behind it anything.
 constexpr int kIndexMask = kMaxNodes - 1, kCandidateShift = 1, kParentShift = 7, kDepthShift = 13;
 constexpr int kRestShift = 7, kRestMask = 127;
 
@@ -39,15 +38,8 @@ struct __align__(8) Entry {
 // min(s, 0), and -inf for NaN: scores so clamped sort as the contract wants.
 __device__ float clamped(float s) { return s > 0 ? 0.f : s == s ? s : -INFINITY; }
 
-// A head: bits of its score, then its code; the better one is smaller, since scores are never above
-// +0 nor -0.
-using Head = uint64_t;
-constexpr Head kEmpty = ~Head{0};
-constexpr uint32_t kNone = 0xff800000;  // -inf: no child
-
-__device__ Head head_of(float score, uint32_t code) {
-  return Head{__float_as_uint(score)} << 32 | code;
-}
+// Scores are never above +0 nor -0, so the better one has the smaller bits; these say "no child".
+constexpr uint32_t kNone = 0xff800000;  // -inf; a head that was never set is above it
 
 // One sequence's candidate lists: list j, or where edges j * M + m, is sorted by clamped score
 // descending, ties to the lower candidate. An entry without a score ends each, so that a head which
@@ -150,60 +142,60 @@ __device__ int grow(const TreeBuildParams& p, const Lists<kStaged>& lists, Node*
                     uint32_t* codes) {
   if (p.J == 0 || p.M == 0) return 1;
   const int lane = threadIdx.x;
+  uint32_t keys[kSlots] = {~0u, ~0u}, names[kSlots] = {~0u, ~0u};  // heads: bits of score, code
+  const auto put = [&](int n, uint32_t key, uint32_t name) {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s)
+      if (n == s * kWarp + lane) keys[s] = key, names[s] = name;
+  };
   const auto open = [&](int n, int depth, int candidate, float score) {
     const int begin = lists.begin(min(depth, p.J - 1), candidate);
     const Entry first = lists.at(begin), next = lists.at(begin + 1), later = lists.at(begin + 2);
     const float sum = depth < p.J ? score + first.score : -INFINITY;
+    put(n, __float_as_uint(sum), code_of(depth + 1, n, first.candidate, sum == score + next.score));
     nodes[n] = {score, next.score, later.score,
                 rest_of(next.candidate, later.candidate, begin + kAhead)};
-    return head_of(sum, code_of(depth + 1, n, first.candidate, sum == score + next.score));
   };
-  const Head only = open(0, 0, 0, 0.f);
-  Head head = lane == 0 ? only : kEmpty;
+  open(0, 0, 0, 0.f);
 
-  int count = 1,
-      from = 0;  // the lane to take from: the newest node's head in a chain, else the best
+  int count = 1, before = 0;
+  Node moved = nodes[0];  // of `before`, not yet stored: its last load is waited for here
   bool chain = p.chain_seed;
-  while (count < p.N) {
-    const Head taken = __shfl_sync(~0u, head, from);
-    const uint32_t key = taken >> 32, code = static_cast<uint32_t>(taken);
-    if (key >= kNone) {
-      if (!chain) break;
-      chain = false, from = 0;
-      continue;
+  for (; count < p.N; ++count) {
+    uint32_t key = __reduce_min_sync(~0u, min(keys[0], keys[1])), code = ~0u;
+    nodes[before] = moved;
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s)
+      if (keys[s] == key) code = min(code, names[s]);
+    code = __reduce_min_sync(~0u, code);
+    if (chain) {  // the newest node's best child; a chain is no longer than a slot is wide
+      const uint32_t best = __shfl_sync(~0u, keys[0], count - 1);
+      const uint32_t name = __shfl_sync(~0u, names[0], count - 1);
+      chain = best < kNone;
+      if (chain) key = best, code = name;
     }
+    if (key >= kNone) break;
+
     const float score = __uint_as_float(key);
     const int depth = code >> kDepthShift, parent = code >> kParentShift & kIndexMask;
     int candidate = code >> kCandidateShift & kIndexMask;
+    const Node node = nodes[parent];
+    const int at = node.rest >> 2 * kRestShift;
     if (code & 1) {
       const int begin = lists.begin(depth - 1, codes[parent] >> kCandidateShift & kIndexMask);
-      const int rank = (nodes[parent].rest >> 2 * kRestShift) - kAhead - begin;
-      candidate = merged_candidate(lists, nodes[parent].score, score, begin, rank, lane);
+      const int rank = at - kAhead - begin;
+      candidate = merged_candidate(lists, node.score, score, begin, rank, lane);
     }
     codes[count] = code_of(depth, parent, candidate, false);
 
-    const Node node = nodes[parent];
-    const Head child = open(count, depth, candidate, score);
     const float sum = node.score + node.next;
     const bool merged = sum == score || sum == node.score + node.later;
-    const Head next = head_of(sum, code_of(depth, parent, node.rest & kRestMask, merged));
-    const int at = node.rest >> 2 * kRestShift;
+    put(parent, __float_as_uint(sum), code_of(depth, parent, node.rest & kRestMask, merged));
     const Entry last = lists.at(at);
-
-    const unsigned others = ~(1u << from);
-    const int at_next = __popc(__ballot_sync(~0u, head < next) & others) + (child < next);
-    const int at_child = __popc(__ballot_sync(~0u, head < child) & others) + (next < child);
-    int source = lane - (lane > at_next) - (lane > at_child);
-    source += source >= from;
-    const Head shifted = __shfl_sync(~0u, head, source);
-    head = source < kWarp ? shifted : kEmpty;
-    if (lane == at_next) head = next;
-    if (lane == at_child) head = child;
-    from = chain ? at_child : 0;
-
-    nodes[parent] = {node.score, node.later, last.score,
-                     rest_of(node.rest >> kRestShift, last.candidate, at + 1)};
-    ++count;
+    before = parent;
+    moved = {node.score, node.later, last.score,
+             rest_of(node.rest >> kRestShift, last.candidate, at + 1)};
+    open(count, depth, candidate, score);
   }
   return count;
 }
