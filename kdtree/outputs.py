@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Metrics:
-    """Of one completion. Seconds are of the wall clock; phases are of the calls it was part of.
+    """Of one completion.
 
     rounds: decode forwards of the target; histogram[i]: rounds that emitted i tokens
+    Seconds are of the wall clock from when the completion's turn came, and where several run at
+    once hold what the others' prompts took; phases are of the whole call up to its end.
     """
 
     prompt_tokens: int = 0
@@ -52,7 +54,8 @@ class Chunk:
 
 @dataclass(slots=True)
 class Completion:
-    """finish_reason: "stop" (a stop string, a stop token, the end of sequence) or "length";
+    """finish_reason: "stop" (a stop string, a stop token, the end of sequence), "length", or in the
+    last chunk of a stream "error", before NumericsError is raised;
     stop_reason: the stop string or token, None for the model's own end of sequence
     logprobs: for each token, log-probabilities by token id: itself and the best ones"""
 

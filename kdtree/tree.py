@@ -65,7 +65,7 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a round accepts of each sequence's tree, and what it emits.
+    """What a round accepts of each sequence's tree, and what it emits; J = min(N, 16) here.
 
     node: [B, J] int32, the nodes walked, root first, -1 from length on
     length: [B] int32, nodes committed and tokens emitted

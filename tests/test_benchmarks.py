@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import FakeEngine
+from fake_engine import FakeEngine
 
 from kdtree import ops
 from kdtree.cli import machine

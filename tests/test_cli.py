@@ -1,106 +1,16 @@
 """The commands over an engine that writes a fixed text, so that what they show is known."""
 
+import inspect
 import io
 import json
 import sys
 from importlib.resources import files
 
 import pytest
-import torch
+from fake_engine import TEXT, Bytes, FakeEngine
 
-from kdtree import Chunk, Completion, ConfigError, Metrics, NumericsError, Result, RoundTrace, cli
+from kdtree import ConfigError, Engine, NumericsError, cli
 from kdtree.cli import demo, draw, options
-
-TEXT = "import os\n\n[os] = \x1b[1m🙂"
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
-
-    def token_bytes(self, id, special=False):
-        return bytes([id])
-
-
-class FakeEngine:
-    """Continues every prompt with TEXT, `width` tokens a round, each round taking a second."""
-
-    made = []
-    text = TEXT
-    error = None
-
-    def __init__(
-        self,
-        model=None,
-        *,
-        drafter="none",
-        budget="auto",
-        tree="best-first",
-        device="auto",
-        dtype="auto",
-    ):
-        self.made.append(self)
-        self.drafter, self.calls = drafter, []
-        self.tokenizer, self.device, self.dtype = Bytes(), torch.device("cpu"), torch.float32
-        self.options = {"model": model, "budget": budget, "tree": tree, "device": device}
-        self.width = 1 if drafter == "none" else 4
-
-    def rounds(self, params):
-        if self.error:
-            raise self.error
-        ids = self.tokenizer.encode(self.text)[: params.max_tokens]
-        return [ids[i : i + self.width] for i in range(0, len(ids), self.width)]
-
-    def generate(self, prompts, params, *, trace=False):
-        self.calls.append((prompts, params))
-        if isinstance(prompts, list):
-            results = [self.generate(prompt, params) for prompt in prompts]
-            for i, result in enumerate(results):  # the phases run on through a call
-                seconds = result.metrics.phases
-                result.metrics.phases = {name: s * (i + 1) for name, s in seconds.items()}
-            return results
-        rounds = self.rounds(params)
-        ids = [id for ids in rounds for id in ids]
-        sizes = [sum(len(r) == n for r in rounds) for n in range(self.width + 1)]
-        metrics = Metrics(len(prompts), len(ids), len(rounds), 0.5, 0.25, len(rounds), sizes)
-        metrics.phases = {"draft": 0.5, "forward": 2.0, "verify": 0.25, "commit": 0.25}
-        best = None if params.logprobs is None else [{id: -0.5, 65: -2.0} for id in ids]
-        completions = [
-            Completion(
-                index=i,
-                text=self.tokenizer.decode(ids),
-                token_ids=ids,
-                finish_reason="length",
-                logprobs=best,
-                metrics=metrics,
-                trace=[chain(r) for r in rounds] if trace else None,
-            )
-            for i in range(params.n)
-        ]
-        return Result(prompts, self.tokenizer.encode(prompts), completions)
-
-    def stream(self, prompt, params):
-        self.calls.append((prompt, params))
-        for ids in self.rounds(params):
-            yield Chunk(self.tokenizer.decode(ids), ids, None, len(ids))
-
-
-def chain(emitted):
-    """The trace of a round whose drafts, but for a padded node and a wrong one, were right."""
-    drafts = emitted[:-1]
-    n = len(drafts)
-    return RoundTrace(
-        token=[42, *drafts, 88, 0],
-        parent=[-1, *range(n), 0, -2],
-        score=[0.0, *(-0.25 * (i + 1) for i in range(n)), -3.5, -torch.inf],
-        path=list(range(n + 1)),
-        emitted=emitted,
-    )
 
 
 @pytest.fixture
@@ -289,3 +199,11 @@ def test_demo_model_is_lossless(capsys):
     code, out, _ = run(capsys, "demo", *flags)
     facts = json.loads(out)
     assert code == 0 and facts["identical"] and facts["ddtree"]["tokens"] == 24
+
+
+def test_the_fake_takes_what_the_engine_takes():
+    real, fake = (
+        {name: p.default for name, p in inspect.signature(kind).parameters.items()}
+        for kind in (Engine, FakeEngine)
+    )
+    assert fake == real

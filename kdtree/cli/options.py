@@ -13,6 +13,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--budget", type=_budget, default="auto", metavar="N", help="draft nodes a round, or auto"
     )
     parser.add_argument("--tree", default="best-first", help="best-first or chain")
+    parser.add_argument(
+        "--chain-seed", action="store_true", help="put the best chain in the tree first"
+    )
+    parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of context")
 
 
 def engine(arguments: argparse.Namespace, drafter: str | OracleConfig) -> Engine:
@@ -21,14 +25,21 @@ def engine(arguments: argparse.Namespace, drafter: str | OracleConfig) -> Engine
         drafter=drafter,
         budget=arguments.budget,
         tree=arguments.tree,
+        chain_seed=arguments.chain_seed,
         device=arguments.device,
         dtype=arguments.dtype,
+        max_seq_len=arguments.max_seq_len,
     )
 
 
 def plain(arguments: argparse.Namespace) -> Engine:
     """Without a drafter, which a budget would contradict."""
-    return Engine(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    return Engine(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        max_seq_len=arguments.max_seq_len,
+    )
 
 
 def drafter(name: str, truth: list[list[int]]) -> str | OracleConfig:
@@ -47,4 +58,5 @@ def is_oracle(name: str) -> bool:
 
 
 def _budget(text: str) -> int | str:
+    """Nodes, or "auto". What is neither is argparse's to report."""
     return text if text == "auto" else int(text)

@@ -33,6 +33,8 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
+    """Rotary position embedding."""
+
     theta: float
     interleaved: bool  # pairs (2i, 2i + 1), else (i, i + R / 2)
     yarn: YarnConfig | None
@@ -40,6 +42,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
+    """Multi-head latent attention: widths in features, norm_eps of the two inner norms."""
+
     heads: int
     q_lora_rank: int | None  # None where the query has one projection
     kv_lora_rank: int
@@ -58,6 +62,8 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
+    """Routing and routed experts, as ops.moe_route and ops.moe_experts take them."""
+
     experts: int
     experts_per_token: int
     width: int  # of a routed expert
@@ -74,6 +80,11 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """A model of MLA layers, dense before moe.first_layer and with experts from there on.
+
+    max_positions: tokens; eos_ids: of config.json and generation_config.json together
+    """
+
     family: str
     vocab: int
     hidden: int

@@ -39,6 +39,8 @@ RANK = math.log(0.7)  # an older or shorter match is a weaker one
 
 
 class Ngram(Stateless):
+    """Looks up every round anew, in the tokens that the state knows."""
+
     def __init__(self, config: NgramConfig, setup: Setup):
         self.config, self.setup = config, setup
         self.nodes = nodes_of(setup, config.budget, config.depth)

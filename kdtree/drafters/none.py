@@ -9,6 +9,8 @@ from kdtree.tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class NoneConfig:
+    """Nothing to fill in."""
+
     def create(self, setup: Setup) -> "NoDraft":
         if setup.budget:
             raise ValueError(f"budget is {setup.budget}, but the drafter 'none' proposes nothing")
@@ -16,6 +18,8 @@ class NoneConfig:
 
 
 class NoDraft(Stateless):
+    """Trees of the root alone."""
+
     nodes = 1
 
     def propose(self, state: State) -> TokenTree:

@@ -38,6 +38,8 @@ class OracleConfig:
 
 
 class Oracle(Stateless):
+    """truth: [B, max_seq_len + 16] int64, by position"""
+
     def __init__(self, config: OracleConfig, setup: Setup):
         self.config, self.setup = config, setup
         self.nodes = nodes_of(setup, config.budget, config.depth)

@@ -17,6 +17,8 @@ from kdtree.weights import Weights
 
 
 class Mla(nn.Module):
+    """Attention of one layer. w_uk: [H, C, P] and w_uv: [H, V, C], the two halves of kv_b_proj."""
+
     def __init__(self, config: MlaConfig, hidden: int, w: Weights):
         super().__init__()
         c = self.config = config

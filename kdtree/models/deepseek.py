@@ -34,6 +34,11 @@ class Layer(nn.Module):
 
 
 class Deepseek(nn.Module):
+    """A model of the family.
+
+    w: the tensors of its checkpoint; positions: rows of the rotary table, the longest sequence
+    """
+
     def __init__(self, config: ModelConfig, w: Weights, positions: int):
         super().__init__()
         self.config = config
