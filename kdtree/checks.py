@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+FLOAT_MAX = 3.4028234663852886e38  # of float32
+
 
 def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -15,9 +17,6 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
         wants = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name} is {value}, wants {wants}")
     return value
-
-
-FLOAT_MAX = 3.4028234663852886e38  # of float32
 
 
 def real(name: str, value: object, wants: str, ok: Callable[[float], bool]) -> float:

@@ -114,7 +114,8 @@ class Engine:
         return self._chunks(requests)
 
     def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
-        with closing(self._run(requests)) as run:  # a stream that is closed frees the engine
+        # A stream that is closed frees the engine at once, whoever still holds on to it.
+        with closing(self._run(requests)) as run:
             for _, chunk in run:
                 yield chunk
 

@@ -157,6 +157,18 @@ def test_one_generation_at_a_time(kind, end, device):
     assert "".join(c.text for c in engine.stream(STORY, FREE)) == want.text
 
 
+def test_a_closed_stream_frees_the_engine_whoever_holds_it(device, monkeypatch):
+    """Some Pythons keep the locals of a closed generator alive, and so the run that it reads."""
+    engine, held = engine_of(device), []
+    run = engine._run
+    monkeypatch.setattr(engine, "_run", lambda requests: held.append(run(requests)) or held[-1])
+    chunks = engine.stream(STORY, FREE)
+    next(chunks)
+    chunks.close()
+    assert outcome(engine.generate(STORY, FREE)) == outcome(alone(device, STORY))
+    assert len(held) == 2
+
+
 def test_a_stream_that_nobody_reads_takes_nothing(device):
     engine = engine_of(device)
     unread = engine.stream(STORY, FREE)
