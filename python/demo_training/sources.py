@@ -2,8 +2,8 @@
 
 Sources are to be had on any Debian machine: the standard library of the running Python, Debian
 documentation packages (`apt-get download`, unpacked) and PyPI wheels (`pip download --no-deps`).
-All are permissively licensed but krb5-doc and one book of rust-doc, which are share-alike. What
-of a file is kept is not decided here, but for SKIP_PATH.
+All are permissively licensed; what a package holds under other terms, SKIP_PATH leaves out. What
+else of a file is kept is not decided here.
 """
 
 import gzip
@@ -27,7 +27,7 @@ DEBIAN = {
     nova-doc neutron-doc cinder-doc keystone-doc glance-doc heat-doc ironic-doc swift-doc
     octavia-doc designate-doc manila-doc barbican-doc trove-doc ceilometer-doc watcher-doc
     senlin-doc tomcat10-docs ant-doc openvswitch-doc crystal-doc""",
-    "(MIT OR Apache-2.0) AND CC-BY-SA-4.0": "rust-doc",  # the latter: html/embedded-book
+    "MIT OR Apache-2.0": "rust-doc",  # but html/embedded-book, which is CC-BY-SA-4.0
     "MIT": """
     nodejs-doc python-sqlalchemy-doc python-attr-doc python-pytest-doc twisted-doc
     python-setuptools-doc python-mako-doc python-peewee-doc python-nibabel-doc
@@ -45,7 +45,6 @@ DEBIAN = {
     "Apache-2.0 OR BSD-3-Clause": "python-cryptography-doc",
     "Apache-2.0 WITH LLVM-exception": "llvm-14-doc clang-14-doc",
     "BSL-1.0": "libboost1.74-doc",
-    "CC-BY-SA-3.0": "krb5-doc",
 }
 PYPI = {
     "BSD-3-Clause": """
@@ -78,7 +77,7 @@ SKIP_PATH = {  # pages of lists, histories, other languages; tests and tables in
     "prose": re.compile(
         r"/_sources/|/_modules/|/_static/|genindex|modindex|/search|change|whatsnew|history|release|"
         r"copyright|licen[cs]e|/news|authors|contributors|print\.html|_gallery|sg_execution|glossary|"
-        r"errcodes|keywords|rust-doc/html/(core|alloc|proc_macro|test|src|rustc|unstable-book|clippy|"
+        r"errcodes|keywords|rust-doc/html/(embedded-book|core|alloc|proc_macro|test|src|rustc|unstable-book|clippy|"
         r"implementors|std/arch|std/simd)/|ghc-doc/html/lib|dpdk-doc/html/api|doxygen|manual/(da|de|es|fr|ja|ko|pt-br|ru|tr|zh-cn)/|/tests?/",
         re.I,
     ),
