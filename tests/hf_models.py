@@ -127,10 +127,10 @@ def text_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def rename_as_on_the_hub(directory: Path) -> None:
-    """Undoes what transformers' own renaming of Kimi-K2.5 leaves undone when it saves.
+    """Gives the tensors of a Kimi-K2.5 the names that the released ones have.
 
-    It writes the text model's layers as "blocks", and one norm under "model.": neither can then be
-    loaded again, by itself either.
+    When it saves, transformers names the text model's layers "blocks" and puts one norm under
+    "model."; it can read both, but no checkpoint on the hub is like that.
     """
     tensors = {
         name.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix(
@@ -162,7 +162,11 @@ def pack(directory: Path) -> None:
         unpacked[name] = PackedQuantizationCompressor.decompress(exact, SCHEME)["weight"]
     save_file(unpacked, readable(directory) / FILE, {"format": "pt"})
     save_file(packed, directory / FILE, {"format": "pt"})
-    quantization = QuantizationConfig(config_groups={"group_0": SCHEME}, format="pack-quantized")
+    quantization = QuantizationConfig(
+        config_groups={"group_0": SCHEME},
+        format="pack-quantized",
+        quantization_status="compressed",
+    )
     rewrite_config(directory, quantization_config=quantization.model_dump(mode="json"))
 
 

@@ -47,4 +47,4 @@ def _report_skipped(config: ModelConfig, checkpoint: Checkpoint) -> None:
                     f"{checkpoint.directory}: {prefix}* is beyond num_hidden_layers ="
                     f" {config.layers}, and no layer of {what}, which would have eh_proj.weight"
                 )
-        logger.warning("skipped %d tensors of %s* (%s)", len(names), prefix, what)
+        logger.warning("skipped %s* (%s), tensors: %d", prefix, what, len(names))
