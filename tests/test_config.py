@@ -18,7 +18,10 @@ def hf() -> dict:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "model_type is 'llama', supported: deepseek_v3"),
+        (
+            {"model_type": "llama"},
+            "model_type is 'llama', supported: deepseek_v2, deepseek_v3",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: 'silu'"),
         ({"attention_bias": True}, "attention_bias is True, supported: False"),
         ({"hidden_size": "256"}, "hidden_size is '256', wants an integer of at least 1"),
@@ -27,6 +30,16 @@ def hf() -> dict:
         ({"sliding_window": 5}, "unsupported keys: sliding_window"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax', supported: 'sigmoid'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2, supported: 1"),
+        ({"moe_layer_freq": True}, "moe_layer_freq is True, supported: 1"),
+        ({"mlp_bias": True}, "mlp_bias is True, supported: False"),
+        ({"architectures": ["LlamaForCausalLM"]}, "supported: DeepseekV3ForCausalLM"),
+        ({"architectures": "DeepseekV3ForCausalLM"}, "architectures is 'DeepseekV3ForCausalLM'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy', supported: 'noaux_tc'"),
+        ({"routed_scaling_factor": None}, "no 'routed_scaling_factor'"),
+        ({"norm_topk_prob": None}, "no 'norm_topk_prob'"),
+        ({"first_k_dense_replace": None}, "no 'first_k_dense_replace'"),
+        ({"n_group": 16, "topk_group": 8}, "n_group is 16 with 16 experts, wants 2 or more"),
+        ({"n_group": 4, "topk_group": None}, "no 'topk_group'"),
         ({"n_group": 8, "topk_group": 1}, "1 of 8 groups of 16 experts cannot give 4"),
         ({"n_group": 5}, "1 of 5 groups of 16 experts cannot give 4"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type is 'llama3', supported: 'default'"),
@@ -55,6 +68,69 @@ def hf() -> dict:
 def test_refuses_what_it_does_not_support(hf, change, message):
     with pytest.raises(ConfigError, match=message):
         from_hf(hf | change)
+
+
+@pytest.mark.parametrize("key", ["q_lora_rank", "n_shared_experts", "n_group"])
+def test_null_says_something_where_absence_does_not(hf, key):
+    from_hf(hf | {key: None, "topk_group": None})
+    del hf[key]
+    with pytest.raises(ConfigError, match=f"config.json has no '{key}', not even null"):
+        from_hf(hf)
+
+
+def test_null_and_zero_are_one_query_projection(hf):
+    null, zero = (from_hf(hf | {"q_lora_rank": rank}) for rank in (None, 0))
+    assert null == zero and null.mla.q_lora_rank is None
+
+
+def test_unknown_keys_without_a_value_are_harmless(hf):
+    assert from_hf(hf | {"sliding_window": None}) == from_hf(hf)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "change, first, second",
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2", "num_attention_heads is 4"),
+        ({"qk_head_dim": 40}, "qk_head_dim is 40", r"qk_nope_head_dim \+ qk_rope_head_dim is 48"),
+        ({"head_dim": 32}, "head_dim is 32", "qk_rope_head_dim is 16"),
+        (
+            {"num_nextn_predict_layers": 1, "num_mtp_layers": 2},
+            "num_mtp_layers is 2",
+            "num_nextn_predict_layers is 1",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": None, "rope_parameters": {"rope_theta": 5e4}},
+            "rope_parameters.rope_theta is 50000.0",
+            "rope_theta is 10000.0",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}},
+            "rope_scaling is RopeConfig.*YarnConfig",
+            "rope_parameters is RopeConfig.*yarn=None",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": YARN | {"type": "default"}},
+            "rope_scaling.type is 'default'",
+            "rope_scaling.rope_type is 'yarn'",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other(hf, change, first, second):
+    with pytest.raises(ConfigError, match=f"{first}.* where {second}"):
+        from_hf(hf | change)
+
+
+def test_deepseek_v2_weights_are_never_normalised_nor_rotated_by_halves():
+    softmax = json.loads((variant("softmax-greedy") / "config.json").read_text())
+    for key, value, supported in [
+        ("norm_topk_prob", True, False),
+        ("rope_interleave", False, True),
+    ]:
+        with pytest.raises(ConfigError, match=f"{key} is {value}, supported: {supported}"):
+            from_hf(softmax | {key: value})
 
 
 def test_end_of_sequence_ids_are_a_union(hf):

@@ -1,135 +1,26 @@
 """The model against the oracle, variant by variant: streams, routing, logits, continuations.
 
-Where a decision (an expert, a token) hangs on less than the run's own error, the oracle's choice
-and ours may differ and both be right; everywhere else they must agree. In bfloat16 such decisions
-are many, and one of them makes all that follows incomparable: there the experts are compared, and
-then the oracle's are used.
+How close is close, and what is asked of the choice of experts: see model_run.py.
 """
 
 import numpy as np
 import pytest
 import torch
+from model_run import Run, assert_near, compare, float64, routes_of
 from tolerance import model_limit
 from variants import golden, names, variant
 
 from kdtree import Engine, SamplingParams, ops
-from kdtree.cache import KvCache
-from kdtree.layers import Moe
-from kdtree.models import load_model
-from kdtree.tree import TokenTree
 
 DTYPES = ["float32", "bfloat16"]
-POISON = float("nan")
 
 
-def float64(x: torch.Tensor) -> np.ndarray:
-    return x.detach().double().cpu().numpy()
-
-
-class Run:
-    """One forward of known tokens, everything watched."""
-
-    def __init__(self, name, ids, device, dtype: str, forced: dict | None = None):
-        """forced: the oracle's (ids, weights) by layer, to be used after our own are kept."""
-        dtype = getattr(torch, dtype)
-        self.forced = forced
-        self.model = load_model(variant(name), device=device, dtype=dtype)
-        c = self.model.config
-        cache = KvCache(
-            c.layers, c.mla.kv_lora_rank + c.mla.rope, 1, len(ids), device=device, dtype=dtype
-        )
-        cache.data.fill_(POISON)
-        self.after_attention, self.after_mlp, self.routed, self.scores = [], [], {}, {}
-        self._watch()
-        tree = TokenTree.chain(torch.tensor(ids, device=device)[None])
-        with torch.no_grad():
-            hidden, _ = self.model(cache.place(tree), cache)
-            self.logits = self.model.logits(hidden)
-        self.after_mlp = self.after_mlp[1:]  # the first is the embedding
-
-    def _watch(self) -> None:
-        def stream(store):
-            return lambda module, args, out: store.append(float64(out[1]))
-
-        for i, layer in enumerate(self.model.layers):
-            layer.input_layernorm.register_forward_hook(stream(self.after_mlp))
-            layer.post_attention_layernorm.register_forward_hook(stream(self.after_attention))
-            if isinstance(layer.mlp, Moe):
-                layer.mlp.gate.register_forward_hook(self._route(i))
-                layer.mlp.gate.proj.register_forward_hook(self._score(i))
-        self.model.norm.register_forward_hook(stream(self.after_mlp))
-
-    def _route(self, i: int):
-        def hook(module, args, out):
-            self.routed[i] = [t.cpu().numpy() for t in out]
-            if self.forced:
-                return tuple(
-                    torch.tensor(f).to(t) for f, t in zip(self.forced[i], out, strict=True)
-                )
-
-        return hook
-
-    def _score(self, i: int):
-        def hook(module, args, out):
-            self.scores[i] = float64(out)
-
-        return hook
-
-
-def choice_scores(logits: np.ndarray, model, i: int) -> np.ndarray:
-    """What the router of layer i compares, from its logits."""
-    moe = model.layers[i].mlp.gate
-    if moe.config.scoring == "softmax":
-        e = np.exp(logits - logits.max(-1, keepdims=True))
-        return e / e.sum(-1, keepdims=True)
-    return 1 / (1 + np.exp(-logits)) + float64(moe.bias)
-
-
-def oracle_scores(stream: np.ndarray, model, i: int) -> np.ndarray:
-    """The same from the oracle's stream after attention, in float64."""
-    layer = model.layers[i]
-    norm = float64(layer.post_attention_layernorm.weight)
-    scale = np.sqrt((stream**2).mean(-1, keepdims=True) + model.config.norm_eps)
-    return choice_scores((stream / scale * norm) @ float64(layer.mlp.gate.proj.weight).T, model, i)
-
-
-def assert_near(what: str, got: np.ndarray, want: np.ndarray, limit: float) -> None:
-    """Relative in norm, row by row."""
-    if want.size == 0:
-        return
-    off = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-    assert np.isfinite(got).all(), f"{what}: not finite"
-    assert off.max() <= limit, f"{what}: row {off.argmax()} off by {off.max():.3g} of {limit:.3g}"
-
-
-def compare_routing(run: Run, want: dict, i: int) -> None:
-    """Asserts the oracle's experts wherever the margin decides, and their weights."""
-    ids, weights = run.routed[i]
-    want_ids, want_weights, margin = (
-        want[f"layers.{i}.router.{k}"] for k in ("ids", "weights", "margin")
-    )
-    stream = want[f"layers.{i}.after_attention"]
-    scores = choice_scores(run.scores[i], run.model, i)
-    error = np.abs(scores - oracle_scores(stream, run.model, i)).max()
-    same = (np.sort(ids, -1) == np.sort(want_ids, -1)).all(-1)
-    assert same[margin > 2 * error].all(), f"layer {i}: experts differ beyond the margin"
-    assert run.forced or same.all()
-    got = np.take_along_axis(weights, np.argsort(ids, -1), -1)
-    expected = np.take_along_axis(want_weights, np.argsort(want_ids, -1), -1)
-    limit = model_limit(run.model.embed_tokens.dtype, i + 1)
-    assert_near(f"layer {i} router weights", got[same], expected[same], limit)
-
-
-def oracle_routes(want: dict, kind: str | None = None) -> dict:
-    """(ids, weights) by layer, of the prompt and, where kind is given, of its continuation."""
+def continued_routes(want: dict, kind: str) -> dict:
+    """The oracle's (ids, weights) by layer, of the prompt and of its continuation."""
     routes = {}
-    layers = sorted(int(k.split(".")[1]) for k in want if k.endswith("router.ids"))
-    for m, i in enumerate(layers):
-        parts = [want[f"layers.{i}.router.{key}"] for key in ("ids", "weights")]
-        if kind:
-            more = [want[f"{kind}.router_{key}"][:, m] for key in ("ids", "weights")]
-            parts = [np.concatenate(p) for p in zip(parts, more, strict=True)]
-        routes[i] = parts
+    for m, (i, prompt) in enumerate(routes_of(want).items()):
+        more = [want[f"{kind}.router_{key}"][:, m] for key in ("ids", "weights")]
+        routes[i] = [np.concatenate(parts) for parts in zip(prompt, more, strict=True)]
     return routes
 
 
@@ -137,18 +28,8 @@ def oracle_routes(want: dict, kind: str | None = None) -> dict:
 @pytest.mark.parametrize("name", names())
 def test_streams_routing_and_logits(name, dtype, device):
     want = golden(name)
-    forced = oracle_routes(want) if dtype == "bfloat16" else None
-    run = Run(name, want["prompt.ids"], device, dtype, forced)
-    for i in range(run.model.config.layers):
-        limit = model_limit(getattr(torch, dtype), i + 1)
-        key = f"layers.{i}.after_attention"
-        assert_near(key, run.after_attention[i], want[key], limit)
-        if i in run.routed:
-            compare_routing(run, want, i)
-        key = f"layers.{i}.after_mlp"
-        assert_near(key, run.after_mlp[i], want[key], limit)
-    limit = model_limit(getattr(torch, dtype), run.model.config.layers + 1)
-    assert_near("logits", float64(run.logits[0]), want["prompt.logits"], limit)
+    forced = routes_of(want) if dtype == "bfloat16" else None
+    compare(Run(variant(name), want["prompt.ids"], device, dtype, forced), want)
 
 
 def draws(logits: torch.Tensor, prompt: int, kind: str, seed: int) -> np.ndarray:
@@ -173,9 +54,9 @@ def test_continuation(name, dtype, kind, device):
     """Along the oracle's continuation: its logits, and its tokens wherever its margin decides."""
     want = golden(name)
     prompt, ids = want["prompt.ids"], want[f"{kind}.ids"]
-    forced = oracle_routes(want, kind) if dtype == "bfloat16" else None
+    forced = continued_routes(want, kind) if dtype == "bfloat16" else None
     known = np.concatenate([prompt, ids[:-1]])
-    run = Run(name, known, device, dtype, forced)
+    run = Run(variant(name), known, device, dtype, forced)
     got, expected = float64(run.logits[0, len(prompt) - 1 :]), want[f"{kind}.logits"]
     limit = model_limit(getattr(torch, dtype), run.model.config.layers + 1)
     assert_near("logits", got, expected, limit)
@@ -199,5 +80,5 @@ def test_free_run(name, dtype, kind, device):
     free = np.array(engine.generate(prompt.tolist(), params).token_ids)
     if dtype == "float32":
         assert (free == want[f"{kind}.ids"]).all()
-    run = Run(name, np.concatenate([prompt, free[:-1]]), device, dtype)
+    run = Run(variant(name), np.concatenate([prompt, free[:-1]]), device, dtype)
     assert (draws(run.logits, len(prompt), kind, seed) == free).all()

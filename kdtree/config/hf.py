@@ -4,21 +4,19 @@ import json
 from pathlib import Path
 
 from kdtree.checks import is_whole
+from kdtree.config.families import (
+    FAMILIES,
+    IGNORED,
+    IGNORED_OF_WRAPPERS,
+    WRAPPERS,
+    Family,
+    Wrapper,
+)
+from kdtree.config.keys import Keys, agreed
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
 from kdtree.errors import ConfigError
 
-FAMILIES = {"deepseek_v3": "deepseek_v3", "deepseek_v2": "deepseek_v2", "kimi_k2": "deepseek_v3"}
-WRAPPERS = ("kimi_k25",)  # a text model under text_config, beside a vision tower
 INNER_NORM_EPS = 1e-6  # what the reference code builds the two inner norms with
-
-# Keys that change nothing here: training, other runtimes, or what the family fixes already.
-_IGNORED = frozenset(
-    """architectures model_type torch_dtype dtype transformers_version auto_map use_cache
-    attention_dropout initializer_range aux_loss_alpha seq_aux ep_size pretraining_tp id2label
-    label2id bos_token_id pad_token_id num_key_value_heads head_dim qk_head_dim _name_or_path
-    output_router_logits router_aux_loss_coef return_dict num_nextn_predict_layers
-    num_mtp_layers""".split()
-)
 
 
 def load(directory: Path) -> ModelConfig:
@@ -30,33 +28,51 @@ def load(directory: Path) -> ModelConfig:
     if not path.is_file():
         raise ConfigError(f"{directory} has no config.json: it is not a model directory")
     generation = directory / "generation_config.json"
-    return from_hf(_json(path), _json(generation) if generation.is_file() else None)
+    return from_hf(read_json(path), read_json(generation) if generation.is_file() else None)
 
 
 def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
     """Reads config.json and generation_config.json, as dicts, every key by name.
 
-    Raises ConfigError on an architecture, key or value that is not supported.
+    Raises ConfigError on an architecture, key or value that is not supported, and on keys that
+    contradict each other.
     """
-    wrapped = config.get("model_type") in WRAPPERS
-    if wrapped:
-        quantization = {k: v for k, v in config.items() if k == "quantization_config"}
-        config = _Keys(config).mapping("text_config") | quantization
-    keys = _Keys(config)
+    ends = [config, generation or {}]
     kind = config.get("model_type")
+    wrapper = WRAPPERS.get(kind) if isinstance(kind, str) else None
+    if wrapper:
+        config = _text_config(config, wrapper)
+        ends.insert(0, config)
+    return _text_model(Keys(config, IGNORED), _end_ids(ends), wrapper)
+
+
+def _text_config(config: dict, wrapper: Wrapper) -> dict:
+    """The text model's config, out of a wrapper's."""
+    keys = Keys(config, IGNORED_OF_WRAPPERS)
+    keys.architecture(wrapper.architectures)
+    text = keys.mapping("text_config")
+    keys.take("eos_token_id", None)
+    found = {
+        "quantization_config": keys.mapping("quantization_config") or None,
+        "text_config.quantization_config": text.get("quantization_config"),
+    }
+    keys.refuse_unread("config.json")
+    return text | {"quantization_config": agreed(found)}
+
+
+def _text_model(keys: Keys, eos_ids: tuple[int, ...], wrapper: Wrapper | None) -> ModelConfig:
+    kind = keys.values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         supported = ", ".join((*FAMILIES, *WRAPPERS))
         raise ConfigError(f"model_type is {kind!r}, supported: {supported}")
     family = FAMILIES[kind]
+    keys.architecture((family.architecture,))
+    keys.take("eos_token_id", None)
     keys.one_of("hidden_act", ("silu",), "silu")
     keys.one_of("attention_bias", (False,), False)
-    eos = (
-        *_ids(keys.take("eos_token_id", ())),
-        *_ids((generation or {}).get("eos_token_id") or ()),
-    )
+    keys.one_of("mlp_bias", (False,), False)
     layers = keys.whole("num_hidden_layers")
     model = ModelConfig(
-        family=family,
         vocab=keys.whole("vocab_size"),
         hidden=keys.whole("hidden_size"),
         layers=layers,
@@ -64,71 +80,23 @@ def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
         norm_eps=keys.real("rms_norm_eps"),
         tied=keys.one_of("tie_word_embeddings", (False, True), False),
         max_positions=keys.whole("max_position_embeddings"),
-        eos_ids=tuple(dict.fromkeys(eos)),
+        eos_ids=eos_ids,
         mla=_mla(keys, family),
         moe=_moe(keys, family, layers),
-        prefix="language_model." if wrapped else "",
-        skipped=("vision_tower.", "mm_projector.") if wrapped else (),
+        mtp_layers=_mtp_layers(keys),
+        prefix=wrapper.prefix if wrapper else "",
+        vision=wrapper.vision if wrapper else (),
     )
     _quantization(keys.mapping("quantization_config"))
     beyond = [token for token in model.eos_ids if token >= model.vocab]
     if beyond:
         raise ConfigError(f"eos_token_id holds {beyond}, the vocabulary has {model.vocab}")
-    if keys.unread():
-        raise ConfigError(f"config.json has unsupported keys: {', '.join(keys.unread())}")
+    keys.refuse_unread("config.json")
     return model
 
 
-class _Keys:
-    """The keys of a config, each read once by name."""
-
-    def __init__(self, values: dict):
-        self.values = dict(values)
-        self.read = set()
-
-    def take(self, name: str, *default):
-        self.read.add(name)
-        if self.values.get(name) is not None:
-            return self.values[name]
-        if default:
-            return default[0]
-        raise ConfigError(f"config.json has no {name!r}")
-
-    def whole(self, name: str, *default, least: int = 1) -> int:
-        value = self.take(name, *default)
-        if default and value is default[0]:
-            return value
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} is {value!r}, wants an integer of at least {least}")
-        return value
-
-    def real(self, name: str, *default, least: float = 0.0) -> float:
-        """A finite number above least, or a default."""
-        value = self.take(name, *default)
-        if default and value is default[0]:
-            return float(value)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not least < value < 1e30:
-            raise ConfigError(f"{name} is {value!r}, wants a finite number above {least}")
-        return float(value)
-
-    def mapping(self, name: str) -> dict:
-        value = self.take(name, {})
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name} is {value!r}, wants an object")
-        return value
-
-    def one_of(self, name: str, options: tuple, *default):
-        value = self.take(name, *default)
-        if value not in options:
-            raise ConfigError(f"{name} is {value!r}, supported: {', '.join(map(repr, options))}")
-        return value
-
-    def unread(self) -> list[str]:
-        return sorted(set(self.values) - self.read - _IGNORED)
-
-
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; raises ConfigError where there is none."""
     try:
         value = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -136,6 +104,12 @@ def _json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, wants an object")
     return value
+
+
+def _end_ids(configs: list[dict]) -> tuple[int, ...]:
+    """The union of the configs' eos_token_id."""
+    ids = [token for config in configs for token in _ids(config.get("eos_token_id"))]
+    return tuple(dict.fromkeys(ids))
 
 
 def _ids(value) -> tuple[int, ...]:
@@ -146,32 +120,49 @@ def _ids(value) -> tuple[int, ...]:
     return ids
 
 
-def _mla(keys: _Keys, family: str) -> MlaConfig:
-    rope = keys.whole("qk_rope_head_dim")
+def _mla(keys: Keys, family: Family) -> MlaConfig:
+    heads = keys.whole("num_attention_heads")
+    nope, rope = keys.whole("qk_nope_head_dim"), keys.whole("qk_rope_head_dim")
     if rope % 2:
         raise ConfigError(f"qk_rope_head_dim is {rope}, wants an even number")
-    interleaved = keys.one_of("rope_interleave", (True, False), True)
+    derived = {
+        "num_key_value_heads": ("num_attention_heads", heads),
+        "qk_head_dim": ("qk_nope_head_dim + qk_rope_head_dim", nope + rope),
+        "head_dim": ("qk_rope_head_dim", rope),
+    }
+    for name, (of, value) in derived.items():
+        agreed({of: value, name: keys.take(name, None)})
+    keys.stated("q_lora_rank")
     return MlaConfig(
-        heads=keys.whole("num_attention_heads"),
+        heads=heads,
         q_lora_rank=keys.whole("q_lora_rank", None, least=0) or None,
         kv_lora_rank=keys.whole("kv_lora_rank"),
-        nope=keys.whole("qk_nope_head_dim"),
+        nope=nope,
         rope=rope,
         value=keys.whole("v_head_dim"),
         norm_eps=INNER_NORM_EPS,
-        rotary=_rope(keys, interleaved),
+        rotary=_rope(keys, keys.one_of("rope_interleave", family.interleave, True)),
     )
 
 
-def _rope(keys: _Keys, interleaved: bool) -> RopeConfig:
+def _rope(keys: Keys, interleaved: bool) -> RopeConfig:
     """Reads both spellings: rope_theta with rope_scaling, and rope_parameters."""
-    parameters = keys.mapping("rope_parameters")
-    rope = _Keys(parameters or keys.mapping("rope_scaling"))
-    outer = _Keys({"rope_theta": keys.take("rope_theta", None)})
-    theta = (rope if "rope_theta" in parameters else outer).real("rope_theta", least=1)
-    kind = rope.take("rope_type", rope.take("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"rope_type is {kind!r}, supported: 'default', 'yarn'")
+    theta = keys.take("rope_theta", None)
+    spelled = {name: keys.mapping(name) for name in ("rope_parameters", "rope_scaling")}
+    ropes = {
+        name: _one_rope(name, values, theta, interleaved)
+        for name, values in spelled.items()
+        if values or not any(spelled.values())
+    }
+    return agreed(ropes)
+
+
+def _one_rope(spelling: str, values: dict, theta: float | None, interleaved: bool) -> RopeConfig:
+    rope = Keys(values)
+    theta = agreed({"rope_theta": theta, f"{spelling}.rope_theta": rope.take("rope_theta", None)})
+    theta = Keys({"rope_theta": theta}).real("rope_theta", least=1)
+    kinds = {f"{spelling}.{name}": rope.take(name, None) for name in ("rope_type", "type")}
+    kind = Keys({"rope_type": agreed(kinds)}).one_of("rope_type", ("default", "yarn"), "default")
     yarn = None
     if kind == "yarn":
         yarn = YarnConfig(
@@ -182,53 +173,53 @@ def _rope(keys: _Keys, interleaved: bool) -> RopeConfig:
             mscale=rope.real("mscale", 0),
             mscale_all_dim=rope.real("mscale_all_dim", 0),
         )
-    if rope.unread():
-        raise ConfigError(f"rope parameters have unsupported keys: {', '.join(rope.unread())}")
-    return RopeConfig(float(theta), interleaved, yarn)
+    rope.refuse_unread(spelling)
+    return RopeConfig(theta, interleaved, yarn)
 
 
-def _moe(keys: _Keys, family: str, layers: int) -> MoeConfig | None:
-    v3 = family == "deepseek_v3"
-    experts = keys.whole("n_routed_experts", None)
-    first = keys.whole("first_k_dense_replace", 0, least=0)
+def _moe(keys: Keys, family: Family, layers: int) -> MoeConfig | None:
     keys.one_of("moe_layer_freq", (1,), 1)
-    methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
-    method = keys.one_of("topk_method", methods, methods[0])
-    scoring = "sigmoid" if v3 else "softmax"
-    keys.one_of("scoring_func", (scoring,), scoring)
-    groups, kept = keys.whole("n_group", 1), keys.whole("topk_group", 1)
-    shared = keys.whole("n_shared_experts", 0, least=0)
-    rest = {
-        "experts_per_token": keys.whole("num_experts_per_tok", None),
-        "width": keys.whole("moe_intermediate_size", None),
-        "normalize": keys.one_of("norm_topk_prob", (True, False), v3),
-        "scale": keys.real("routed_scaling_factor", 1.0),
-    }
-    if experts is None or first >= layers:
-        return None
-    for name, value in rest.items():
-        if value is None:
-            raise ConfigError(f"config.json has {experts} routed experts but no {name}")
-    if not v3 and rest["normalize"]:
-        raise ConfigError("norm_topk_prob is True, supported with deepseek_v2: False")
+    keys.one_of("scoring_func", (family.scoring,), family.scoring)
+    keys.stated("n_shared_experts")
+    experts, k = keys.whole("n_routed_experts"), keys.whole("num_experts_per_tok")
+    groups, kept = _groups(keys, family, experts, k)
+    moe = MoeConfig(
+        experts=experts,
+        experts_per_token=k,
+        width=keys.whole("moe_intermediate_size"),
+        shared=keys.whole("n_shared_experts", 0, least=0),
+        first_layer=keys.whole("first_k_dense_replace", least=0),
+        groups=groups,
+        kept_groups=kept,
+        scoring=family.scoring,
+        group_score=family.group_score,
+        bias=family.bias,
+        normalize=keys.one_of("norm_topk_prob", family.normalize),
+        scale=keys.real("routed_scaling_factor"),
+    )
+    return moe if moe.first_layer < layers else None
+
+
+def _groups(keys: Keys, family: Family, experts: int, k: int) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token may choose from."""
+    method = keys.one_of("topk_method", family.methods, family.methods[0])
+    keys.stated("n_group")
+    groups = keys.whole("n_group", 1)
+    kept = keys.whole("topk_group", *(1,) if groups == 1 else ())
     if method == "greedy":
         groups = kept = 1
-    k = rest["experts_per_token"]
     if experts % groups or kept > groups or kept * (experts // groups) < k:
         raise ConfigError(
             f"{kept} of {groups} groups of {experts} experts cannot give {k} experts a token"
         )
-    return MoeConfig(
-        experts=experts,
-        shared=shared,
-        first_layer=first,
-        groups=groups,
-        kept_groups=kept,
-        scoring=scoring,
-        group_score="sum2" if v3 else "max",
-        bias=v3,
-        **rest,
-    )
+    if groups > 1 and family.group_score == "sum2" and experts == groups:
+        raise ConfigError(f"n_group is {groups} with {experts} experts, wants 2 or more a group")
+    return groups, kept
+
+
+def _mtp_layers(keys: Keys) -> int:
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    return agreed({name: keys.whole(name, None, least=0) for name in names}) or 0
 
 
 def _quantization(config: dict) -> None:
@@ -236,18 +227,20 @@ def _quantization(config: dict) -> None:
     if not config:
         return
     method, kind = config.get("quant_method"), config.get("format")
+    if (method, config.get("fmt"), config.get("weight_block_size")) == ("fp8", "e4m3", [128, 128]):
+        return
     if (method, kind) != ("compressed-tensors", "pack-quantized"):
         raise ConfigError(
             f"quantization {method!r} {kind!r} is not supported, supported:"
             " 'compressed-tensors' 'pack-quantized'"
         )
     wants = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    keys = _Keys(config)
+    keys = Keys(config)
     if config.get("kv_cache_scheme"):
         raise ConfigError("kv_cache_scheme is set, supported: none")
     for name in keys.mapping("config_groups"):
-        group = _Keys(keys.mapping("config_groups")).mapping(name)
-        weights = _Keys(group).mapping("weights")
+        group = Keys(keys.mapping("config_groups")).mapping(name)
+        weights = Keys(group).mapping("weights")
         for key, value in wants.items():
             if weights.get(key) != value:
                 raise ConfigError(f"{name}: {key} is {weights.get(key)!r}, supported: {value!r}")

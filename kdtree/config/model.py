@@ -85,7 +85,6 @@ class ModelConfig:
     max_positions: tokens; eos_ids: of config.json and generation_config.json together
     """
 
-    family: str
     vocab: int
     hidden: int
     layers: int
@@ -96,8 +95,23 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     mla: MlaConfig
     moe: MoeConfig | None  # None where every layer is dense
+    mtp_layers: int  # stored after the others, which predict further tokens: not run here
     prefix: str  # of the checkpoint's tensor names
-    skipped: tuple[str, ...]  # prefixes of tensors that are no part of the text model
+    vision: tuple[str, ...]  # prefixes of tensors that are about images
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.moe.first_layer
+
+    @property
+    def mtp(self) -> tuple[str, ...]:
+        """Prefixes of the multi-token prediction layers' tensors.
+
+        One layer is allowed for where the config counts none: some checkpoints have it even so.
+        """
+        last = self.layers + max(self.mtp_layers, 1)
+        return tuple(f"{self.prefix}model.layers.{i}." for i in range(self.layers, last))
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Prefixes of tensors that are no part of the text model."""
+        return (*self.vision, *self.mtp)

@@ -95,9 +95,11 @@ class Moe(nn.Module):
         self.gate = Router(config, hidden, w.at("gate"))
         self.experts = Experts(config, hidden, w.at("experts"))
         self.shared_experts = None
+        shared = w.at("shared_experts")
         if config.shared:
-            width = config.shared * config.width
-            self.shared_experts = Mlp(hidden, width, w.at("shared_experts"))
+            self.shared_experts = Mlp(hidden, config.shared * config.width, shared)
+        elif shared.has("down_proj.weight"):
+            Mlp(hidden, 0, shared)  # transformers stores no experts as matrices without elements
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """x: [T, D]; position: [T], negative at padding; returns [T, D]."""

@@ -1,14 +1,17 @@
-"""Model families, by the name that their config gives them."""
+"""Models, from their directories. One module list serves all families; see config/families.py."""
 
+import logging
 from pathlib import Path
 
+from kdtree.config import ModelConfig
 from kdtree.config import load as load_config
+from kdtree.errors import CheckpointError
 from kdtree.models.deepseek import Deepseek
 from kdtree.weights import Checkpoint, load
 
-MODELS = {"deepseek_v3": Deepseek, "deepseek_v2": Deepseek}
+__all__ = ["Deepseek", "load_model"]
 
-__all__ = ["MODELS", "Deepseek", "load_model"]
+logger = logging.getLogger(__name__)
 
 
 def load_model(directory: Path, *, device, dtype, positions: int | None = None) -> Deepseek:
@@ -16,13 +19,32 @@ def load_model(directory: Path, *, device, dtype, positions: int | None = None) 
 
     device, dtype: where and as what the weights are kept; positions: of the rotary table, the
     model's own longest by default
+    Tensors that the model has no use for by rule (images, multi-token prediction) are skipped, and
+    a warning of this module's logger says so.
     Raises ConfigError or CheckpointError.
     """
     config = load_config(Path(directory))
-    family = MODELS[config.family]
 
     def build(weights):
-        return family(config, weights, positions or config.max_positions)
+        return Deepseek(config, weights, positions or config.max_positions)
 
     checkpoint = Checkpoint(Path(directory), config.prefix, config.skipped)
+    _report_skipped(config, checkpoint)
     return load(checkpoint, build, device=device, dtype=dtype)
+
+
+def _report_skipped(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Says which tensors are not loaded, and makes sure that they are what the rules are for."""
+    for prefix in config.skipped:
+        names = [name for name in checkpoint.skipped if name.startswith(prefix)]
+        if not names:
+            continue
+        what = "images"
+        if prefix in config.mtp:
+            what = "multi-token prediction"
+            if f"{prefix}eh_proj.weight" not in names:
+                raise CheckpointError(
+                    f"{checkpoint.directory}: {prefix}* is beyond num_hidden_layers ="
+                    f" {config.layers}, and no layer of {what}, which would have eh_proj.weight"
+                )
+        logger.warning("skipped %s* (%s), tensors: %d", prefix, what, len(names))

@@ -29,6 +29,7 @@ class Checkpoint:
 
     prefix: of all names, left out here; skipped: prefixes of tensors that are as good as not there
     shapes, dtypes: by name, from the headers alone; a dtype that no model here has is its name
+    The attribute skipped has the names, as stored, that those prefixes met.
     Raises CheckpointError, naming every offender, on a missing or unreadable file, a tensor that
     the index places in a file that lacks it, or one that the index does not know.
     """
@@ -44,9 +45,10 @@ class Checkpoint:
         self._check(problems)
         if problems:
             raise CheckpointError(f"{self.directory}: " + "; ".join(problems))
-        self.shapes, self.dtypes = {}, {}
+        self.shapes, self.dtypes, self.skipped = {}, {}, []
         for stored_name, file in self._where.items():
             if stored_name.startswith(skipped):
+                self.skipped.append(stored_name)
                 continue
             stored = self._files[file].get_slice(stored_name)
             name = stored_name.removeprefix(prefix)
