@@ -1,6 +1,6 @@
 """What a model is, and how that is read from its checkpoint's metadata."""
 
-from kdtree.config.hf import from_hf, load
+from kdtree.config.hf import from_hf, load, read_json
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "YarnConfig",
     "from_hf",
     "load",
+    "read_json",
 ]

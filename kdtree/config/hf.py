@@ -17,7 +17,10 @@ _IGNORED = frozenset(
     attention_dropout initializer_range aux_loss_alpha seq_aux ep_size pretraining_tp id2label
     label2id bos_token_id pad_token_id num_key_value_heads head_dim qk_head_dim _name_or_path
     output_router_logits router_aux_loss_coef return_dict num_nextn_predict_layers
-    num_mtp_layers""".split()
+    num_mtp_layers add_cross_attention chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id finetuning_task is_decoder is_encoder_decoder output_attentions
+    output_hidden_states prefix problem_type pruned_heads sep_token_id task_specific_params
+    tf_legacy_loss tie_encoder_decoder tokenizer_class torchscript use_bfloat16""".split()
 )
 
 
@@ -30,7 +33,7 @@ def load(directory: Path) -> ModelConfig:
     if not path.is_file():
         raise ConfigError(f"{directory} has no config.json: it is not a model directory")
     generation = directory / "generation_config.json"
-    return from_hf(_json(path), _json(generation) if generation.is_file() else None)
+    return from_hf(read_json(path), read_json(generation) if generation.is_file() else None)
 
 
 def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
@@ -128,7 +131,8 @@ class _Keys:
         return sorted(set(self.values) - self.read - _IGNORED)
 
 
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; raises ConfigError where there is none."""
     try:
         value = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -236,6 +240,8 @@ def _quantization(config: dict) -> None:
     if not config:
         return
     method, kind = config.get("quant_method"), config.get("format")
+    if (method, config.get("fmt"), config.get("weight_block_size")) == ("fp8", "e4m3", [128, 128]):
+        return
     if (method, kind) != ("compressed-tensors", "pack-quantized"):
         raise ConfigError(
             f"quantization {method!r} {kind!r} is not supported, supported:"
