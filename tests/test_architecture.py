@@ -23,8 +23,8 @@ SOURCES = [
 ]
 
 # A module may import those left of it, never those right of it.
-LAYERS = """errors checks config sampling outputs ops text tree cache weights layers models verify
-state drafters request record phases options engine cli __main__""".split()
+LAYERS = """errors checks config sampling outputs ops text tree cache weights layers models plan
+verify state drafters request record phases options engine cli __main__""".split()
 
 
 def imports(path: Path) -> set[str]:

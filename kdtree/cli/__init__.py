@@ -1,4 +1,6 @@
-"""The command `kdtree`: demo, generate, bench. Results go to stdout, everything else to stderr.
+"""The command `kdtree`: demo, generate, bench, plan, inspect.
+
+Results go to stdout, everything else to stderr.
 
 A caller's mistake is one line on stderr and exit code 2; an interruption exits with 130.
 """
@@ -7,7 +9,7 @@ import argparse
 import os
 import sys
 
-from kdtree.cli import bench, demo, generate
+from kdtree.cli import bench, demo, generate, inspect, plan
 from kdtree.errors import CapacityError, CheckpointError, ConfigError, NumericsError
 
 MISTAKES = (
@@ -43,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kdtree", description="Lossless speculative decoding with draft trees."
     )
     commands = parser.add_subparsers(metavar="command", required=True)
-    for command in (demo, generate, bench):
+    for command in (demo, generate, bench, plan, inspect):
         name = command.__name__.rpartition(".")[2]
         summary = command.__doc__.partition("\n")[0]
         command.add_arguments(commands.add_parser(name, help=summary, description=command.__doc__))

@@ -26,13 +26,18 @@ def load(checkpoint: Checkpoint, build: Callable[["Weights"], Model], *, device,
     dtype: of the weights in the model, float32 or bfloat16
     Raises CheckpointError, naming every missing, unused or mis-shaped tensor.
     """
-    check = Weights(checkpoint, torch.device("meta"), dtype)
-    build(check)
-    unused = sorted(set(checkpoint.shapes) - check.taken)
-    problems = check.problems + [f"{name} is not used by the model" for name in unused]
+    problems = check(checkpoint, build, dtype=dtype)
     if problems:
         raise CheckpointError("\n  ".join([f"{checkpoint.directory}:", *problems]))
     return build(Weights(checkpoint, torch.device(device), dtype))
+
+
+def check(checkpoint: Checkpoint, build: Callable[["Weights"], Model], *, dtype) -> list[str]:
+    """Every missing, unused or mis-shaped tensor, as load would name it; takes no memory."""
+    weights = Weights(checkpoint, torch.device("meta"), dtype)
+    build(weights)
+    unused = sorted(set(checkpoint.shapes) - weights.taken)
+    return weights.problems + [f"{name} is not used by the model" for name in unused]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""What a model directory holds, and all that is wrong with it.
+
+Reads config and safetensors headers: tensors by part and format, the config in the library's terms,
+the kind of tokenizer. Exit code 1 if a tensor is missing, unused or mis-shaped.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kdtree.cli import units
+from kdtree.config import ModelConfig, load, read_json
+from kdtree.errors import CheckpointError
+from kdtree.models import Deepseek
+from kdtree.plan import stored
+from kdtree.plan.tensors import PARTS, Tensors
+from kdtree.weights import Checkpoint, check
+
+TOKENIZERS = {"tokenizer.json": "tokenizers", "tiktoken.model": "tiktoken"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="DIR")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = arguments.model
+    config = load(directory)
+    rows, problems = _read(directory, config)
+    facts = {
+        "model": str(directory),
+        "config": asdict(config),
+        "tensors": rows,
+        "tokenizer": _tokenizer(directory),
+        "chat_template": _has_chat_template(directory),
+        "problems": problems,
+    }
+    if arguments.json:
+        print(json.dumps(facts))
+    else:
+        _show(facts, config)
+    return 1 if problems else 0
+
+
+def _read(directory: Path, config: ModelConfig) -> tuple[list[dict], list[str]]:
+    """Tensors by part and format, and everything that is wrong."""
+    build = partial(Deepseek, config, positions=1)
+    try:
+        rows = _rows(stored(Checkpoint(directory, config.prefix), config))
+        checkpoint = Checkpoint(directory, config.prefix, config.skipped)
+    except CheckpointError as error:
+        return [], str(error).splitlines()
+    return rows, check(checkpoint, build, dtype=torch.bfloat16)
+
+
+def _rows(tensors: Iterator[Tensors]) -> list[dict]:
+    rows = {}
+    for each in tensors:
+        row = rows.setdefault(
+            (each.part, each.stored_as),
+            {
+                "part": each.part,
+                "used": each.part in PARTS,
+                "stored_as": each.stored_as,
+                "dtypes": set(),
+                "tensors": 0,
+                "parameters": 0,
+                "bytes": 0,
+            },
+        )
+        row["dtypes"].add(each.dtype)
+        row["tensors"] += each.count
+        row["parameters"] += each.parameters
+        row["bytes"] += each.bytes
+    order = {part: index for index, part in enumerate(PARTS)}
+    keys = sorted(rows, key=lambda key: (order.get(key[0], len(PARTS)), key))
+    return [rows[key] | {"dtypes": sorted(rows[key]["dtypes"])} for key in keys]
+
+
+def _tokenizer(directory: Path) -> str | None:
+    """The kind of tokenizer, by the file that there is."""
+    found = (kind for file, kind in TOKENIZERS.items() if (directory / file).is_file())
+    return next(found, None)
+
+
+def _has_chat_template(directory: Path) -> bool:
+    if (directory / "chat_template.jinja").is_file():
+        return True
+    config = directory / "tokenizer_config.json"
+    return config.is_file() and bool(read_json(config).get("chat_template"))
+
+
+def _show(facts: dict, config: ModelConfig) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(facts["model"])
+    for name, values in _summary("model", config):
+        console.print(f"{name}: {values}")
+    table = Table("part", "stored as", "dtypes", "tensors", "parameters", "bytes", "")
+    table.box, table.pad_edge = box.SIMPLE_HEAD, False
+    for column in table.columns[3:6]:
+        column.justify = "right"
+    for row in facts["tensors"]:
+        table.add_row(
+            row["part"],
+            row["stored_as"],
+            ", ".join(row["dtypes"]),
+            f"{row['tensors']:,}",
+            units.count(row["parameters"]),
+            units.show(row["bytes"], "B"),
+            "" if row["used"] else "not used",
+        )
+    console.print(table)
+    template = "a chat template" if facts["chat_template"] else "no chat template"
+    console.print(f"tokenizer: {facts['tokenizer'] or 'none'}, {template}")
+    problems = facts["problems"]
+    for problem in problems:
+        console.print(f"PROBLEM: {problem}", style="bold red")
+    console.print(f"{len(problems)} problem{'s' * (len(problems) != 1)}")
+
+
+def _summary(name: str, config: object) -> Iterator[tuple[str, str]]:
+    """A line of values for each dataclass, the outer before the inner."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    inner = {key: value for key, value in values.items() if is_dataclass(value)}
+    yield name, ", ".join(f"{key} {value}" for key, value in values.items() if key not in inner)
+    for key, value in inner.items():
+        yield from _summary(key, value)
