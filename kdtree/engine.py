@@ -27,7 +27,7 @@ from kdtree.record import Round
 from kdtree.request import Request
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
-from kdtree.text import Tokenizer
+from kdtree.text import TOKENIZERS, ChatTemplate, Message, load_chat_template, load_tokenizer
 from kdtree.tree import MAX_DEPTH, TokenTree
 from kdtree.verify import verify
 
@@ -77,8 +77,8 @@ class Engine:
             device=self.device,
         )
         self.drafter: Drafter = options.drafter(drafter).create(setup)
-        has_text = (directory / "tokenizer.json").is_file()
-        self.tokenizer = Tokenizer(directory) if has_text else None
+        self.tokenizer = load_tokenizer(directory)
+        self.chat_template = load_chat_template(directory, self.tokenizer)
         where = {"device": self.device, "dtype": self.dtype}
         self.model = load_model(directory, positions=self.max_seq_len + MAX_DEPTH + 1, **where)
         width = self.config.mla.kv_lora_rank + self.config.mla.rope
@@ -112,6 +112,57 @@ class Engine:
             raise ValueError("stream takes one prompt and gives one completion: n must be 1")
         _, requests = self._requests(prompts, params, trace=False)
         return self._chunks(requests)
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict | None = None,
+        add_generation_prompt: bool = True,
+        trace: bool = False,
+    ) -> Result | list[Result]:
+        """The next message of one conversation or several; a list in, a list out, in order.
+
+        messages: {"role": ..., "content": ...} each, as the model's chat template wants them;
+            what they spell is text, special tokens too
+        tools: JSON schemas; chat_template_kwargs: other variables of the template's
+        add_generation_prompt: begin the assistant's turn; params, trace: as generate
+        A result's prompt is the text that the template made. It ends where the model ends its turn.
+        Raises as generate, ValueError where the model has no chat template, and what
+        ChatTemplate.encode raises.
+        """
+        conversations, single = options.conversations(messages)
+        asked = (tools, chat_template_kwargs, add_generation_prompt)
+        prompts = [self._template().encode(each, *asked) for each in conversations]
+        results = self.generate([ids for _, ids in prompts], params, trace=trace)
+        for result, (text, _) in zip(results, prompts, strict=True):
+            result.prompt = text
+        return results[0] if single else results
+
+    def stream_chat(
+        self,
+        messages: list[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Iterator[Chunk]:
+        """The next message of one conversation, a chunk a round; arguments and errors as chat."""
+        asked = (tools, chat_template_kwargs, add_generation_prompt)
+        _, ids = self._template().encode(messages, *asked)
+        return self.stream(ids, params)
+
+    def _template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise ValueError(
+                "the model has no chat template: its directory wants a tokenizer, and "
+                "chat_template.jinja or a chat_template in tokenizer_config.json; "
+                "generate continues text as it is"
+            )
+        return self.chat_template
 
     def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
         # A stream that is closed frees the engine at once, whoever still holds on to it.
@@ -220,5 +271,8 @@ class Engine:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError("the prompt is text, and the model directory has no tokenizer.json")
+            raise ValueError(
+                "the prompt is text, and the model directory has neither of the supported "
+                f"tokenizers: {TOKENIZERS}"
+            )
         return self.tokenizer.encode(prompt)

@@ -118,6 +118,14 @@ def prompts(
     return several, each, single
 
 
+def conversations(given: list) -> tuple[list, bool]:
+    """The conversations, and whether it was a single one: a list of messages."""
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError(f"messages is {given!r}, wants a list of messages or of such lists")
+    single = not isinstance(given[0], list | tuple)
+    return [given] if single else list(given), single
+
+
 def prompt_ids(ids: list[int], vocab: int) -> list[int]:
     if not ids:
         raise ValueError("the prompt is empty: there is no token to continue")

@@ -41,7 +41,7 @@ class FakeEngine:
         max_batch=1,
     ):
         self.made.append(self)
-        self.drafter, self.calls = drafter, []
+        self.drafter, self.calls, self.messages = drafter, [], None
         self.tokenizer, self.device, self.dtype = Bytes(), torch.device("cpu"), torch.float32
         self.options = {"model": model, "budget": budget, "tree": tree, "device": device}
         self.width = 1 if drafter == "none" else 4
@@ -79,6 +79,14 @@ class FakeEngine:
             for i in range(params.n)
         ]
         return Result(prompts, self.tokenizer.encode(prompts), completions)
+
+    def chat(self, messages, params, *, trace=False):
+        self.messages = messages
+        return self.generate(messages[-1]["content"], params, trace=trace)
+
+    def stream_chat(self, messages, params):
+        self.messages = messages
+        return self.stream(messages[-1]["content"], params)
 
     def stream(self, prompt, params):
         self.calls.append((prompt, params))

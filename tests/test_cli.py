@@ -101,6 +101,25 @@ def test_generate_reads_stdin_as_it_is(engine, capsys, monkeypatch):
     assert engine.made[0].calls[0][0] == "a prompt\n"
 
 
+@pytest.mark.parametrize("flags", [[], ["--n", "2"]])
+def test_generate_chats(engine, capsys, flags):
+    user = {"role": "user", "content": "p"}
+    code, out, err = run(capsys, "generate", "p", "--max-tokens", "9", *flags)
+    assert engine.made[0].messages is None
+    assert run(capsys, "generate", "p", "--chat", "--max-tokens", "9", *flags) == (code, out, err)
+    assert engine.made[1].messages == [user]
+    run(capsys, "generate", "p", "--chat", "--system", "s", *flags)
+    assert engine.made[2].messages == [{"role": "system", "content": "s"}, user]
+    code, out, err = run(capsys, "generate", "p", "--system", "s", *flags)
+    assert (code, out) == (2, "") and "--chat" in err
+
+
+def test_generate_chat_without_a_template(capsys):
+    code, out, err = run(capsys, "generate", "p", "--chat", "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert err.startswith("kdtree: the model has no chat template") and err.count("\n") == 1
+
+
 def test_generate_passes_every_parameter_on(engine, capsys):
     flags = (
         "--max-tokens 7 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 5 --n 2 "

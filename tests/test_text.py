@@ -1,61 +1,79 @@
+"""tokenizer.json: byte-level BPE of DeepSeek's shape, and DeepSeek's own where it is installed."""
+
 import json
+import shutil
 
 import pytest
 import tokenizers
-import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from says import says
+from tokenizer_files import (
+    DEEPSEEK_OTHERS,
+    DEEPSEEK_SPECIAL,
+    byte_ids,
+    published_deepseek,
+    write_config,
+    write_deepseek,
+)
 
 from kdtree.errors import CheckpointError, ConfigError
-from kdtree.text import Detokenizer, StopStrings, Tokenizer
+from kdtree.text import load_tokenizer
 
-SPECIALS = ["<|endoftext|>", "<|im_end|>", *(f"<|reserved_token_{i}|>" for i in range(5)), "[PAD]"]
-TEXT = 'def f(x):\n    return "naïve 你好 🙂🙃" + x\n'
-EMOJI = "🙂"  # 4 bytes
+TEXT = 'def f(x):\n    return "naïve 你好ひらがな 🙂🙃" + x  # 12345  \r\n\n\t'
+CONTROL = "hi <｜end▁of▁sentence｜> there<｜User｜>what <think> 你好</think>the"
+ORDINARY = [TEXT, "", " ", "a" * 3000, "\n" * 200, "12345678 90", "İstanbul e\u0301 \u200b|<|"]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A byte-level BPE whose letters beyond ASCII stay single bytes; its specials come last."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["the cat then the thing, in the return of the def"] * 9, trainer)
-    tokenizer.add_special_tokens(SPECIALS)
-    tokenizer.add_tokens(["</think>"])  # added, not special: it is text
-    tokenizer.save(str(path / "tokenizer.json"))
+@pytest.fixture(scope="module", params=["built", "published"])
+def directory(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("deepseek")
+    if request.param == "built":
+        write_deepseek(path)
+        return path
+    published = published_deepseek()
+    if published is None:
+        pytest.skip("the package litellm, which carries DeepSeek's tokenizer, is not installed")
+    shutil.copy(published, path / "tokenizer.json")
     return path
 
 
 @pytest.fixture(scope="module")
 def tokenizer(directory):
-    return Tokenizer(directory)
+    return load_tokenizer(directory)
 
 
-def byte_ids(tokenizer, data: bytes) -> list[int]:
-    """The single-byte token of each byte."""
-    singles = {tokenizer.token_bytes(id): id for id in range(len(tokenizer))}
-    return [singles[bytes([byte])] for byte in data]
+@pytest.fixture(scope="module")
+def library(directory):
+    """The same file, read by the library alone."""
+    return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-def pieces(tokenizer, ids) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
-    return [*(detokenizer.feed(id) for id in ids), detokenizer.flush()]
-
-
-def stopped(stop: tuple[str, ...], *texts: str) -> tuple[list[str], str | None]:
-    stops = StopStrings(stop)
-    return [*(stops.feed(text) for text in texts), stops.flush()], stops.stop
+def test_the_library_s_tokens(tokenizer, library):
+    for special in (False, True):
+        library.encode_special_tokens = not special
+        for text in (*ORDINARY, CONTROL, CONTROL * 3):
+            want = library.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode(text, special) == want, text
 
 
 def test_text_survives_the_tokens(tokenizer):
-    ids = tokenizer.encode(TEXT)
-    assert len(ids) < len(TEXT.encode())
-    assert tokenizer.decode(ids) == TEXT
-    assert b"".join(map(tokenizer.token_bytes, ids)) == TEXT.encode()
-    assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
+    for text in (*ORDINARY, CONTROL):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert len(tokenizer.encode("a  the return\n")) < len("a  the return\n")
+
+
+def test_size_and_places_of_the_added_tokens(tokenizer, directory):
+    """All are there, by the ids that the file gives them."""
+    file = json.loads((directory / "tokenizer.json").read_text())
+    assert len(tokenizer) == 1 + max(token["id"] for token in file["added_tokens"])
+    if len(tokenizer) > 1000:
+        assert len(tokenizer) == 129_280 and tokenizer.encode("<｜User｜>") == [128_803]
+    for token in file["added_tokens"]:
+        name, id = token["content"], token["id"]
+        assert tokenizer.encode(name, special=True) == [id]
+        assert tokenizer.decode([id], special=True) == name
+        assert tokenizer.decode([id]) == ("" if token["special"] else name)
 
 
 def test_every_byte_has_its_token(tokenizer):
@@ -64,26 +82,16 @@ def test_every_byte_has_its_token(tokenizer):
 
 
 def test_special_tokens_in_a_text_stay_text(tokenizer):
-    text = "hi <|im_end|><|reserved_token_4|> there"
-    ids = tokenizer.encode(text)
-    assert not set(ids) & set(tokenizer._special.values())
-    assert tokenizer.decode(ids) == text
+    for name in DEEPSEEK_SPECIAL:
+        ids = tokenizer.encode(f"hi {name}{name}", special=False)
+        assert len(ids) > 4 and not set(ids) & set(tokenizer.encode(name, special=True))
 
 
-def test_special_tokens_where_they_are_wanted(tokenizer):
-    first = len(tokenizer) - 1 - len(SPECIALS)
-    for i, name in enumerate(SPECIALS):
-        assert tokenizer.encode(name, special=True) == [first + i]
-        assert tokenizer.decode([first + i], special=True) == name
-        assert tokenizer.token_bytes(first + i) == b""
-    ids = tokenizer.encode("你好<|im_end|>the", special=True)
-    assert ids == tokenizer.encode("你好") + [first + 1] + tokenizer.encode("the")
-
-
-def test_added_tokens_that_are_not_special_are_text(tokenizer):
-    last = len(tokenizer) - 1
-    assert tokenizer.encode("</think>") == [last]
-    assert tokenizer.decode([last]) == "</think>"
+def test_other_added_tokens_are_tokens_in_text_but_not_in_messages(tokenizer):
+    for name in DEEPSEEK_OTHERS:
+        (id,) = tokenizer.encode(name)
+        ids = tokenizer.encode_marked("\ue000" + name[1:], {"\ue000": name[0]})
+        assert id not in ids and tokenizer.decode(ids) == name
 
 
 @pytest.mark.parametrize("id", [10**6, 2**40, -1])
@@ -92,133 +100,96 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizer, id):
     assert tokenizer.decode([id, *tokenizer.encode("a"), id]) == "a"
 
 
+@pytest.mark.parametrize("length", [300_000])
+@pytest.mark.parametrize("text", ["a", " ", "\n", "!"])
+def test_long_runs(tokenizer, text, length):
+    assert tokenizer.decode(tokenizer.encode(text * length)) == text * length
+
+
+@pytest.fixture
+def built(tmp_path):
+    write_deepseek(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("add", [True, False])
-@pytest.mark.parametrize("name", ["<|endoftext|>", {"content": "<|endoftext|>"}])
-def test_beginning_of_sequence_is_the_configs_choice(directory, tmp_path, add, name):
-    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
-    config = {"add_bos_token": add, "bos_token": name}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(tmp_path)
-    plain = Tokenizer(directory).encode("the")
-    assert tokenizer.encode("the") == [tokenizer._special["<|endoftext|>"]] * add + plain
+@pytest.mark.parametrize("name", [DEEPSEEK_SPECIAL[0], {"content": DEEPSEEK_SPECIAL[0]}])
+def test_beginning_of_sequence_is_the_configs_choice(built, add, name):
+    plain = load_tokenizer(built).encode("the")
+    write_config(built, {"add_bos_token": add, "bos_token": name})
+    tokenizer = load_tokenizer(built)
+    first = tokenizer.encode(DEEPSEEK_SPECIAL[0], special=True)[-1:]
+    assert tokenizer.encode("the") == first * add + plain
+    assert tokenizer.encode_marked("the", {}) == plain
+
+
+def test_words_and_blanks_that_were_added_are_words(tmp_path):
+    """Only what looks like markup, or is called special, is a control token."""
+    write_deepseek(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(["kitchen", "    ", "ü", "†", "[x]"])
+    tokenizer.save(str(path))
+    got, text = load_tokenizer(tmp_path), "a kitchen    ü†[x]"
+    assert got.encode_marked(text, {}) == tokenizer.encode(text).ids
+    names = got.control.ids.keys()
+    assert "[x]" in names and not names & {"kitchen", "    ", "ü", "†"}
+
+
+def test_the_leftmost_name_then_the_longest(tmp_path):
+    write_deepseek(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.add_special_tokens(["<a>", "<a><b>", "b>c", "<b>"])
+    library.save(str(path))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("x<a><b>c", "<a><a>b>c", "<b>c<a", "<<a>><b>", "b>b>cc"):
+        assert tokenizer.encode(text, special=True) == library.encode(text).ids, text
 
 
 def test_rejects_what_is_no_text(tokenizer):
-    with pytest.raises(TypeError, match="text is a bytes, wants a string"):
+    with says(TypeError, "text is a bytes, wants a string"):
         tokenizer.encode(b"x")
-    with pytest.raises(ValueError, match="not valid Unicode at character 1"):
-        tokenizer.encode("a\ud800")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_marked(text, {})):
+        with says(ValueError, "not valid Unicode at character 1"):
+            encode("a\ud800")
 
 
-def test_rejects_broken_and_other_files(directory, tmp_path):
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
-        Tokenizer(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    for text, error, message in (
+@pytest.mark.parametrize(
+    "text, error, message",
+    [
         ("{", CheckpointError, "cannot be read"),
         ("[1]", CheckpointError, "holds a list, wants an object"),
+        ("[" * 100_000, CheckpointError, "cannot be read"),
         ('{"decoder": {"type": "ByteLevel"}}', CheckpointError, "is not a tokenizer"),
+        (
+            '{"decoder": {"type": "ByteLevel"}, "added_tokens": [3]}',
+            CheckpointError,
+            "is not a tokenizer",
+        ),
         ('{"decoder": {"type": "Metaspace"}}', ConfigError, "another decoder than ByteLevel"),
         ('{"decoder": null}', ConfigError, "another decoder than ByteLevel"),
-    ):
-        path.write_text(text)
-        with pytest.raises(error, match=message):
-            Tokenizer(tmp_path)
-    path.write_text((directory / "tokenizer.json").read_text())
-    config = {"add_bos_token": True, "bos_token": "<s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="bos_token '<s>'"):
-        Tokenizer(tmp_path)
+    ],
+)
+def test_rejects_broken_and_other_files(tmp_path, text, error, message):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with says(error, "tokenizer.json", message):
+        load_tokenizer(tmp_path)
 
 
-def test_a_split_character_is_held_back_until_it_is_whole(tokenizer):
-    ids = byte_ids(tokenizer, EMOJI.encode())
-    assert pieces(tokenizer, ids) == ["", "", "", EMOJI, ""]
-    assert pieces(tokenizer, byte_ids(tokenizer, "你".encode())) == ["", "", "你", ""]
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"add_bos_token": True, "bos_token": "<s>"}, "bos_token '<s>'"),
+        ({"add_bos_token": True}, "bos_token None"),
+        ({"add_bos_token": True, "bos_token": 3}, "bos_token 3, wants a string"),
+    ],
+)
+def test_rejects_a_beginning_that_is_no_token(built, config, message):
+    write_config(built, config)
+    with says(ConfigError, "tokenizer_config.json", message):
+        load_tokenizer(built)
 
 
-@pytest.mark.parametrize("kept", [1, 2, 3])
-def test_a_text_cut_inside_a_character_ends_with_a_replacement(tokenizer, kept):
-    ids = byte_ids(tokenizer, b"a" + EMOJI.encode()[:kept])
-    assert pieces(tokenizer, ids) == ["a", *[""] * kept, "\ufffd"]
-
-
-def test_only_invalid_bytes_are_replaced(tokenizer):
-    data = b"a\xff" + EMOJI.encode()[:2] + b"b" + EMOJI.encode()
-    got = pieces(tokenizer, byte_ids(tokenizer, data))
-    assert got == ["a", "\ufffd", "", "", "\ufffdb", "", "", "", EMOJI, ""]
-
-
-@pytest.mark.parametrize("data", [b"\xe4\xbd", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5\x80", b"\x80"])
-def test_the_pieces_add_up_to_the_whole(tokenizer, data):
-    for text in (TEXT.encode() + data, data + TEXT.encode(), TEXT.encode()[:-20] + data * 2):
-        ids = byte_ids(tokenizer, text)
-        assert (
-            "".join(pieces(tokenizer, ids))
-            == tokenizer.decode(ids)
-            == text.decode(errors="replace")
-        )
-
-
-def test_special_tokens_do_not_split_a_character(tokenizer):
-    a, b, *rest = byte_ids(tokenizer, EMOJI.encode())
-    special = len(tokenizer) - 2
-    assert "".join(pieces(tokenizer, [a, special, b, *rest])) == EMOJI
-
-
-def test_without_stop_strings_text_passes_through():
-    assert stopped((), "ab", "", "c") == (["ab", "", "c", ""], None)
-
-
-def test_a_stop_string_in_one_piece():
-    assert stopped(("AB",), "xAByAB", "z") == (["x", "", ""], "AB")
-
-
-def test_a_stop_string_across_pieces():
-    assert stopped(("</s>",), "x<", "/", "s", ">y") == (["x", "", "", "", ""], "</s>")
-
-
-def test_a_prefix_is_held_back_and_released():
-    assert stopped(("</think>",), "a</th", "ing>") == (["a", "</thing>", ""], None)
-    assert stopped(("</think>",), "a</th") == (["a", "</th"], None)
-
-
-def test_held_text_may_begin_the_stop_string_later():
-    assert stopped(("aab",), "a", "a", "a", "b") == (["", "", "a", "", ""], "aab")
-    assert stopped(("abac",), "aba", "bac") == (["", "ab", ""], "abac")
-
-
-def test_the_first_to_be_complete_ends_the_text():
-    assert stopped(("bcd", "c"), "abcd")[1] == "c"
-    assert stopped(("d", "bcd"), "abcd") == (["a", ""], "bcd")  # together: the longest
-    assert stopped(("cd", "ab"), "xabcd") == (["x", ""], "ab")
-
-
-def test_the_text_does_not_depend_on_the_pieces(rng):
-    stop = ("aba", "bb", "cab", "abcab")
-    for letters in torch.randint(3, (300, 12), generator=rng).tolist():
-        text = "".join("abc"[i] for i in letters)
-        whole, one_by_one = stopped(stop, text), stopped(stop, *text)
-        assert ("".join(whole[0]), whole[1]) == ("".join(one_by_one[0]), one_by_one[1])
-        if whole[1] is None:
-            assert "".join(whole[0]) == text and not any(s in text for s in stop)
-        else:
-            assert text.startswith("".join(whole[0]) + whole[1])
-
-
-def test_an_accepted_run_ends_where_its_stop_string_does(tokenizer):
-    """As an engine does it: token by token, and nothing after the stop counts."""
-    ids = tokenizer.encode("ab AB and then much more of the text")
-    detokenizer, stops = Detokenizer(tokenizer), StopStrings(("AB",))
-    text, kept = "", []
-    for id in ids:
-        kept.append(id)
-        text += stops.feed(detokenizer.feed(id))
-        if stops.stop:
-            break
-    assert text == "ab " and tokenizer.decode(kept) == "ab AB"
-
-
-def test_rejects_empty_stop_strings():
-    with pytest.raises(ValueError, match="empty string"):
-        StopStrings(("a", ""))
+def test_no_file_is_no_tokenizer(tmp_path):
+    assert load_tokenizer(tmp_path) is None

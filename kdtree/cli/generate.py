@@ -1,7 +1,7 @@
 """Continues a prompt and writes the text as it comes.
 
-The prompt is the argument or else stdin, as it is. stdout holds nothing but text; statistics, trees
-and log-probabilities go to stderr.
+The prompt is the argument or else stdin, as it is; with --chat it is a user's message. stdout
+holds nothing but text; statistics, trees and log-probabilities go to stderr.
 """
 
 import argparse
@@ -15,10 +15,17 @@ from rich.text import Text
 
 from kdtree import Completion, Engine, SamplingParams
 from kdtree.cli import draw, options
+from kdtree.text import Message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="stdin if left out")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a message: use the model's chat template"
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="the conversation's first message (--chat)"
+    )
     parser.add_argument("--drafter", default="none", help="none (default), ngram, ...")
     options.add_engine(parser)
     sampling = parser.add_argument_group("sampling")
@@ -56,7 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         min_tokens=arguments.min_tokens,
         logprobs=arguments.logprobs,
     )
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system is a message of a conversation: it wants --chat")
     prompt = _read() if arguments.prompt is None else arguments.prompt
+    prompt = _messages(prompt, arguments.system) if arguments.chat else prompt
     with draw.progress(1) as begin:
         begin("loading the model")
         engine = options.engine(arguments, arguments.drafter)
@@ -73,11 +83,19 @@ def _read() -> str:
     return sys.stdin.read()
 
 
-def _stream(engine: Engine, prompt: str, params: SamplingParams, stats: bool) -> None:
+def _messages(prompt: str, system: str | None) -> list[Message]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def _stream(
+    engine: Engine, prompt: str | list[Message], params: SamplingParams, stats: bool
+) -> None:
     start = time.perf_counter()
     first = last = start
     sizes = []  # tokens of each round
-    for chunk in engine.stream(prompt, params):
+    stream = engine.stream if isinstance(prompt, str) else engine.stream_chat
+    for chunk in stream(prompt, params):
         draw.write(chunk.text)
         last = time.perf_counter()
         first = last if not sizes else first
@@ -88,11 +106,12 @@ def _stream(engine: Engine, prompt: str, params: SamplingParams, stats: bool) ->
         _print_stats(sum(sizes), len(sizes), first - start, rate, Counter(sizes))
 
 
-def _whole(engine: Engine, prompt: str, params: SamplingParams, arguments) -> None:
+def _whole(engine: Engine, prompt: str | list[Message], params: SamplingParams, arguments) -> None:
     """What a stream does not carry: several completions, log-probabilities, trees."""
     with draw.progress(1) as begin:
         begin("generating")
-        result = engine.generate(prompt, params, trace=arguments.trace)
+        complete = engine.generate if isinstance(prompt, str) else engine.chat
+        result = complete(prompt, params, trace=arguments.trace)
     console = Console(stderr=True, highlight=False)
     for completion in result.completions:
         if params.n > 1:
