@@ -38,15 +38,12 @@ struct __align__(16) Head {
   float sibling, child;  // scores of the node's next child and of this one's first
   int at;                // its entry; kMerged is added where the child before had the same score
   int down;              // where the sibling's children begin
+  int children, grandchildren;  // where its own begin, and its first child's
 };
 
-// Where a head's children begin, and the children of its first child.
-struct __align__(8) Below {
-  int children, grandchildren;
-};
-
-// A node of the tree: its entry, and how deep it is.
+// A node of the tree: its head, its own entry and how deep it is.
 struct __align__(16) Node {
+  Head head;
   float score;
   int at, parent, depth;
 };
@@ -180,15 +177,13 @@ struct Frontier {
 
 // Takes nodes until there are N or no child is left; returns how many there are. One warp calls it.
 template <bool kStaged>
-__device__ int grow(const TreeBuildParams& p, const Lists<kStaged>& lists, Head* heads,
-                    Below* below, Node* nodes) {
+__device__ int grow(const TreeBuildParams& p, const Lists<kStaged>& lists, Node* nodes) {
   if (p.J == 0 || p.M == 0) return 1;
   Frontier frontier{static_cast<int>(threadIdx.x)};
   const Entry root = lists[0], second = lists[1], first = lists[root.down];
   const float top = 0.f + root.score;
-  nodes[0] = {0.f, 0, 0, 0};
-  heads[0] = {0.f + second.score, top + first.score, 0, second.down};
-  below[0] = {root.down, first.down};
+  nodes[0] = {
+      {0.f + second.score, top + first.score, 0, second.down, root.down, first.down}, 0.f, 0, 0, 0};
   // The two newest heads, which the frontier does not have yet, and the best of the others.
   Scored sibling{~0u, 1}, child{__float_as_uint(top), 0}, other{~0u, 2};
   bool tied = false;
@@ -209,32 +204,36 @@ __device__ int grow(const TreeBuildParams& p, const Lists<kStaged>& lists, Head*
     if (unclear) best.node = frontier.first(best.key, nodes);
     const int node = best.node;
     const float score = __uint_as_float(best.key);
-    Head head = heads[node];
-    Below next = below[node];
     const Node parent = nodes[node];
     frontier.put(node, ~0u);
     other = frontier.best(&tied);
 
+    Head head = parent.head;
     int at = head.at, merged = 0;
     if (head.sibling == score || at >= kMerged) {
       merged = head.sibling == score ? kMerged : 0;
       head.at &= ~kMerged;
       at = merged_entry(lists, parent.score, score, head.at, frontier.lane);
-      next.children = lists[at].down;
-      const Entry first = lists[next.children];
-      head.child = score + first.score, next.grandchildren = first.down;
+      head.children = lists[at].down;
+      const Entry first = lists[head.children];
+      head.child = score + first.score, head.grandchildren = first.down;
     }
     sibling = {__float_as_uint(head.sibling), node};
     child = {__float_as_uint(head.child), count};
     const Entry later = lists[head.at + 2], nephew = lists[head.down];
-    const Entry second = lists[next.children + 1], grandchild = lists[next.grandchildren];
-    heads[node] = {parent.score + later.score, head.sibling + nephew.score, (head.at + 1) | merged,
-                   later.down};
-    below[node] = {head.down, nephew.down};
-    nodes[count] = {score, at, node, parent.depth + 1};
-    heads[count] = {score + second.score, head.child + grandchild.score, next.children,
-                    second.down};
-    below[count] = {next.grandchildren, grandchild.down};
+    const Entry second = lists[head.children + 1], grandchild = lists[head.grandchildren];
+    nodes[node].head = {parent.score + later.score,
+                        head.sibling + nephew.score,
+                        (head.at + 1) | merged,
+                        later.down,
+                        head.down,
+                        nephew.down};
+    nodes[count] = {{score + second.score, head.child + grandchild.score, head.children,
+                     second.down, head.grandchildren, grandchild.down},
+                    score,
+                    at,
+                    node,
+                    parent.depth + 1};
   }
   return count;
 }
@@ -245,10 +244,8 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) char smem[];
   __shared__ int64_t tokens[kMaxDepth * kMaxNodes];
   __shared__ int taken;
-  Head* heads = reinterpret_cast<Head*>(smem);
-  Node* nodes = reinterpret_cast<Node*>(heads + kMaxNodes);
-  Below* below = reinterpret_cast<Below*>(nodes + kMaxNodes);
-  Entry* entries = reinterpret_cast<Entry*>(below + kMaxNodes);
+  Node* nodes = reinterpret_cast<Node*>(smem);
+  Entry* entries = reinterpret_cast<Entry*>(nodes + kMaxNodes);
   const int size = Lists<kStaged>::size(p.J, p.M, p.edges);
   uint8_t* order = reinterpret_cast<uint8_t*>(entries + (kStaged ? size : 0));
   const int64_t b = blockIdx.x;
@@ -260,7 +257,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t root = p.root[b];
   lists.sort();
   __syncthreads();
-  if (threadIdx.x < kWarp) taken = grow(p, lists, heads, below, nodes);
+  if (threadIdx.x < kWarp) taken = grow(p, lists, nodes);
   __syncthreads();
 
   const int n = threadIdx.x;
@@ -289,7 +286,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void tree_build(const TreeBuildParams& p, Stream stream) {
   const int size = Lists<true>::size(p.J, p.M, p.edges);
-  const int tree = kMaxNodes * static_cast<int>(sizeof(Head) + sizeof(Below) + sizeof(Node));
+  const int tree = kMaxNodes * static_cast<int>(sizeof(Node));
   const int staged = tree + size * static_cast<int>(sizeof(Entry) + 1);
   if (staged <= kMaxSmem)
     launch(tree_build_kernel<true>, {p.B, kThreads, staged}, stream, p);
