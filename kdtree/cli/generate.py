@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         logprobs=arguments.logprobs,
     )
     prompt = _read() if arguments.prompt is None else arguments.prompt
-    with draw.progress(1) as begin:
-        begin("loading the model")
-        engine = options.engine(arguments, arguments.drafter)
+    with draw.progress(1) as bar:
+        bar.begin("loading the model")
+        engine = options.engine(arguments, arguments.drafter, bar.load)
     if params.n > 1 or params.logprobs is not None or arguments.trace:
         _whole(engine, prompt, params, arguments)
     else:
@@ -90,8 +90,8 @@ def _stream(engine: Engine, prompt: str, params: SamplingParams, stats: bool) ->
 
 def _whole(engine: Engine, prompt: str, params: SamplingParams, arguments) -> None:
     """What a stream does not carry: several completions, log-probabilities, trees."""
-    with draw.progress(1) as begin:
-        begin("generating")
+    with draw.progress(1) as bar:
+        bar.begin("generating")
         result = engine.generate(prompt, params, trace=arguments.trace)
     console = Console(stderr=True, highlight=False)
     for completion in result.completions:

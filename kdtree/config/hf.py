@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kdtree.checks import is_whole
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
+from kdtree.config.quantization import check_quantization
 from kdtree.errors import ConfigError
 
 FAMILIES = {"deepseek_v3": "deepseek_v3", "deepseek_v2": "deepseek_v2", "kimi_k2": "deepseek_v3"}
@@ -70,7 +71,7 @@ def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:
         prefix="language_model." if wrapped else "",
         skipped=("vision_tower.", "mm_projector.") if wrapped else (),
     )
-    _quantization(keys.mapping("quantization_config"))
+    check_quantization(keys.mapping("quantization_config"))
     beyond = [token for token in model.eos_ids if token >= model.vocab]
     if beyond:
         raise ConfigError(f"eos_token_id holds {beyond}, the vocabulary has {model.vocab}")
@@ -229,29 +230,3 @@ def _moe(keys: _Keys, family: str, layers: int) -> MoeConfig | None:
         bias=v3,
         **rest,
     )
-
-
-def _quantization(config: dict) -> None:
-    """Checks the format; which tensors are quantised is read off the checkpoint."""
-    if not config:
-        return
-    method, kind = config.get("quant_method"), config.get("format")
-    if (method, kind) != ("compressed-tensors", "pack-quantized"):
-        raise ConfigError(
-            f"quantization {method!r} {kind!r} is not supported, supported:"
-            " 'compressed-tensors' 'pack-quantized'"
-        )
-    wants = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    keys = _Keys(config)
-    if config.get("kv_cache_scheme"):
-        raise ConfigError("kv_cache_scheme is set, supported: none")
-    for name in keys.mapping("config_groups"):
-        group = _Keys(keys.mapping("config_groups")).mapping(name)
-        weights = _Keys(group).mapping("weights")
-        for key, value in wants.items():
-            if weights.get(key) != value:
-                raise ConfigError(f"{name}: {key} is {weights.get(key)!r}, supported: {value!r}")
-        if weights.get("actorder") or any(
-            group.get(f"{x}_activations") for x in ("input", "output")
-        ):
-            raise ConfigError(f"{name}: activation order and quantised activations unsupported")

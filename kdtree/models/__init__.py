@@ -4,18 +4,26 @@ from pathlib import Path
 
 from kdtree.config import load as load_config
 from kdtree.models.deepseek import Deepseek
-from kdtree.weights import Checkpoint, load
+from kdtree.weights import Checkpoint, Progress, load
 
 MODELS = {"deepseek_v3": Deepseek, "deepseek_v2": Deepseek}
 
 __all__ = ["MODELS", "Deepseek", "load_model"]
 
 
-def load_model(directory: Path, *, device, dtype, positions: int | None = None) -> Deepseek:
+def load_model(
+    directory: Path,
+    *,
+    device,
+    dtype,
+    positions: int | None = None,
+    quantize: str | None = None,
+    progress: Progress | None = None,
+) -> Deepseek:
     """Loads a model directory in Hugging Face layout.
 
     device, dtype: where and as what the weights are kept; positions: of the rotary table, the
-    model's own longest by default
+    model's own longest by default; quantize, progress: as kdtree.weights.load takes them
     Raises ConfigError or CheckpointError.
     """
     config = load_config(Path(directory))
@@ -25,4 +33,5 @@ def load_model(directory: Path, *, device, dtype, positions: int | None = None) 
         return family(config, weights, positions or config.max_positions)
 
     checkpoint = Checkpoint(Path(directory), config.prefix, config.skipped)
-    return load(checkpoint, build, device=device, dtype=dtype)
+    how = {"device": device, "dtype": dtype, "quantize": quantize, "progress": progress}
+    return load(checkpoint, build, **how)

@@ -1,6 +1,7 @@
 """Checkpoints on disk, and the strict loading of a model's tensors from them."""
 
 from kdtree.weights.checkpoint import Checkpoint
-from kdtree.weights.loader import Weights, load
+from kdtree.weights.loader import Weights, check, load
+from kdtree.weights.reader import Progress, Reading
 
-__all__ = ["Checkpoint", "Weights", "load"]
+__all__ = ["Checkpoint", "Progress", "Reading", "Weights", "check", "load"]

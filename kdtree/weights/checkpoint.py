@@ -1,16 +1,17 @@
 """A model directory's safetensors files: names, shapes and dtypes from the headers, data on demand.
 
-The index, where there is one, is the only authority over which file holds a tensor.
+The index, where there is one, is the only authority over which file holds a tensor. Nothing but
+index and safetensors files is read, and nothing is executed.
 """
 
-import json
+import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kdtree.errors import CheckpointError
+from kdtree.weights.header import LIMIT, Entry, parse, read, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -19,85 +20,113 @@ DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "I64": torch.int64,
 }
+UNUSED = ".rotary_emb.inv_freq"  # ends the names of tables that old checkpoints hold
 
 
 class Checkpoint:
     """The tensors of a model directory.
 
     prefix: of all names, left out here; skipped: prefixes of tensors that are as good as not there
-    shapes, dtypes: by name, from the headers alone; a dtype that no model here has is its name
-    Raises CheckpointError, naming every offender, on a missing or unreadable file, a tensor that
-    the index places in a file that lacks it, or one that the index does not know.
+    entries, shapes, dtypes: by name, from the headers alone; a dtype that no model here has is its
+    name
+    The attribute skipped has the names, as stored, that those prefixes met.
+    Raises CheckpointError, naming every offender: a file that is missing or broken, a tensor that
+    is there twice, that the index places in a file that lacks it, or that the index does not know.
     """
 
     def __init__(self, directory: Path, prefix: str = "", skipped: tuple[str, ...] = ()):
         self.directory = Path(directory)
-        self.prefix = prefix
-        self._files = {}
-        self._where = self._read_index()
+        self.entries: dict[str, Entry] = {}
+        self.skipped: list[str] = []
         problems = []
-        for file in sorted(set(self._where.values())):
-            self._open(file, problems)
-        self._check(problems)
-        if problems:
-            raise CheckpointError(f"{self.directory}: " + "; ".join(problems))
-        self.shapes, self.dtypes = {}, {}
-        for stored_name, file in self._where.items():
-            if stored_name.startswith(skipped):
+        for stored_name, entry in self._read(problems).items():
+            if stored_name.startswith(skipped) or stored_name.endswith(UNUSED):
+                self.skipped.append(stored_name)
                 continue
-            stored = self._files[file].get_slice(stored_name)
             name = stored_name.removeprefix(prefix)
-            self.shapes[name] = tuple(stored.get_shape())
-            self.dtypes[name] = DTYPES.get(stored.get_dtype(), stored.get_dtype())
+            if name in self.entries:
+                problems.append(f"{name} is there twice, with and without {prefix!r}")
+            self.entries[name] = entry
+        self.fail(problems)
+        self.shapes = {name: entry.shape for name, entry in self.entries.items()}
+        self.dtypes = {name: DTYPES.get(e.dtype, e.dtype) for name, e in self.entries.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.shapes
+        return name in self.entries
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, on the CPU, as stored."""
-        name = self.prefix + name
-        return self._files[self._where[name]].get_tensor(name)
+        file, _, shape, begin, nbytes = self.entries[name]
+        data = bytearray(nbytes)
+        with (self.directory / file).open("rb", buffering=0) as stream:
+            if os.preadv(stream.fileno(), [data], begin) < nbytes:
+                self.fail([f"{file} is truncated: it ends within {name}"])
+        if not nbytes:
+            return torch.empty(shape, dtype=self.dtypes[name])
+        return torch.frombuffer(data, dtype=self.dtypes[name]).view(shape)
 
-    def _read_index(self) -> dict[str, str]:
-        index = self.directory / INDEX
-        if index.is_file():
-            try:
-                where = dict(json.loads(index.read_text())["weight_map"])
-                if not all(isinstance(file, str) for file in where.values()):
-                    raise ValueError("weight_map holds other things than file names")
-                return where
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{index} is not a weight index: {error!r}") from None
-        if not (self.directory / SINGLE).is_file():
-            raise CheckpointError(f"{self.directory} holds neither {INDEX} nor {SINGLE}")
-        problems = []
-        self._open(SINGLE, problems)
+    def fail(self, problems: list[str]) -> None:
+        """Raises a CheckpointError that names them all, if there are any."""
         if problems:
-            raise CheckpointError(f"{self.directory}: " + "; ".join(problems))
-        return {name: SINGLE for name in self._files[SINGLE].keys()}
+            raise CheckpointError("\n  ".join([f"{self.directory}:", *problems]))
 
-    def _open(self, file: str, problems: list[str]) -> None:
-        path = self.directory / file
-        if file in self._files:
-            return
-        if not path.is_file():
-            problems.append(f"{file} is missing: is the download complete?")
-            return
-        try:
-            self._files[file] = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            problems.append(f"{file} is not a whole safetensors file: {error}")
-
-    def _check(self, problems: list[str]) -> None:
-        for file, handle in self._files.items():
-            stored = set(handle.keys())
-            placed = {name for name, where in self._where.items() if where == file}
-            problems += [f"{file} lacks {name}" for name in sorted(placed - stored)]
+    def _read(self, problems: list[str]) -> dict[str, Entry]:
+        """Every tensor by its stored name, where the index says that it is."""
+        if not (self.directory / INDEX).is_file():
+            if not (self.directory / SINGLE).is_file():
+                others = sorted(path.name for path in self.directory.glob("*.safetensors"))
+                seen = f", only {', '.join(map(shown, others))}" if others else ""
+                self.fail([f"it holds neither {INDEX} nor {SINGLE}{seen}"])
+            entries, found = read(self.directory, SINGLE)
+            problems += found
+            return entries
+        placed: dict[str, set[str]] = {}
+        where = self._index()
+        for name, file in where.items():
+            placed.setdefault(file, set()).add(name)
+        every = {}
+        for file, names in sorted(placed.items()):
+            entries, found = read(self.directory, file)
+            problems += found
+            if found:
+                continue
+            problems += [f"{file} lacks {shown(name)}" for name in sorted(names - entries.keys())]
             problems += [
                 f"{file} holds {name}, which the index "
-                + (f"places in {self._where[name]}" if name in self._where else "does not know")
-                for name in sorted(stored - placed)
+                + (f"places in {where[name]}" if name in where else "does not know")
+                for name in sorted(entries.keys() - names)
             ]
+            every |= {name: entries[name] for name in names & entries.keys()}
+        return every
+
+    def _index(self) -> dict[str, str]:
+        """The file of each tensor, by its stored name."""
+        path, problems = self.directory / INDEX, []
+        try:
+            size = path.stat().st_size
+            if size > LIMIT:
+                raise ValueError(f"it has {size} bytes, wants at most {LIMIT}")
+            index = parse(
+                path.read_bytes(), lambda key: problems.append(f"holds {shown(key)} twice")
+            )
+        except (OSError, ValueError) as error:
+            self.fail([f"{INDEX} is no weight index: {error}"])
+        where = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(where, dict):
+            self.fail([f"{INDEX} is no weight index: it has no object weight_map"])
+        for name, file in where.items():
+            if not _is_plain(file):
+                problems.append(f"places {shown(name)} in {file!a:.80}, wants a file beside it")
+        self.fail([f"{INDEX} {problem}" for problem in problems])
+        return where
+
+
+def _is_plain(file: object) -> bool:
+    """Whether it is the name of a file in the directory itself."""
+    if not isinstance(file, str) or not file.isprintable() or file == "..":
+        return False
+    return bool(file) and Path(file).name == file

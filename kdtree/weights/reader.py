@@ -1,0 +1,251 @@
+"""Reads a checkpoint's tensors ahead of their use, in the order in which they will be taken.
+
+A few threads fill pieces of several MB by plain reads, no mapped pages, and look for numbers that
+are not finite; the caller's thread takes whole items. On a CPU a piece is read to where it stays.
+For a CUDA device it is read into a ring of pinned buffers, and copied from there when it is taken.
+Either way, what was read ahead of its taking is never more than the ring's bytes.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+
+import torch
+from torch import Tensor
+
+from kdtree.weights.checkpoint import Checkpoint
+from kdtree.weights.finite import is_finite
+
+Names = tuple[str, ...]
+Progress = Callable[[int, int], None]  # bytes taken so far, and bytes in all
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How to read. piece: bytes of one read; ring: bytes that may be read ahead"""
+
+    threads: int = min(8, os.cpu_count() or 1)
+    piece: int = 8 << 20
+    ring: int = 256 << 20
+
+    def __post_init__(self):
+        if self.threads < 1 or self.piece < 8 or self.piece % 8 or self.ring < self.piece:
+            raise ValueError(f"{self}, wants threads and piece, a multiple of 8, within the ring")
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """Tensors that are taken as one, their bytes side by side."""
+
+    names: Names
+    nbytes: int
+    memory: Tensor | None = None  # [nbytes] uint8, where they end up
+    pieces: deque["Piece"] = field(default_factory=deque)  # begun and not yet landed
+    ahead: int = 0  # bytes of it that count against the ring
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A read of nbytes from `begin` of tensor `name`, to `at` in the item."""
+
+    item: Item
+    name: str
+    begin: int
+    at: int
+    nbytes: int
+    buffer: Tensor | None = None  # uint8, of nbytes or more
+    event: torch.cuda.Event | None = None  # the buffer's last use is over
+    done: bool = False
+
+
+class Reader:
+    """Gives the items in their order. A context manager: leaving it ends the threads.
+
+    device: where the items' bytes are wanted; progress: called as they are taken
+    non_finite: the tensors in which a NaN or an infinity was found so far
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        items: Iterable[Names],
+        device: torch.device,
+        reading: Reading,
+        progress: Progress | None = None,
+    ):
+        self.checkpoint = checkpoint
+        self.non_finite: set[str] = set()
+        entries = checkpoint.entries
+        self._items = deque(Item(i, sum(entries[n].nbytes for n in i)) for i in items)
+        self._taken, self._bytes = 0, sum(item.nbytes for item in self._items)
+        self._progress = progress or (lambda taken, total: None)
+        self._memory = (_Pinned if device.type == "cuda" else _Host)(reading, device)
+        self._rest = _pieces(checkpoint, list(self._items), reading.piece)
+        self._next = next(self._rest, None)
+        self._changed = Condition()
+        self._stopped, self._error = False, None
+        self._threads = [Thread(target=self._work) for _ in range(reading.threads)]
+
+    def __enter__(self) -> "Reader":
+        names = (name for item in self._items for name in item.names)
+        files = dict.fromkeys(self.checkpoint.entries[name].file for name in names)
+        with ExitStack() as opened:  # closes what it could open if it cannot open all
+            for file in files:
+                files[file] = self._open_file(file)
+                opened.callback(os.close, files[file])
+            self._open = opened.pop_all()
+        self._files = files
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._open.close()
+
+    def take(self, names: Names) -> Tensor:
+        """The next item, [bytes] uint8 on the device. names: those of the next item
+
+        Raises what went wrong in reading it.
+        """
+        item = self._items.popleft()
+        assert item.names == names, f"{names} taken, {item.names} is next"
+        landed = 0
+        with self._changed:
+            self._memory.want(item)
+            self._changed.notify_all()
+            while landed < item.nbytes:
+                self._changed.wait_for(lambda: self._error or item.pieces and item.pieces[0].done)
+                if self._error:
+                    raise self._error
+                piece = item.pieces.popleft()
+                self._memory.land(piece)
+                self._changed.notify_all()
+                landed += piece.nbytes
+                self._taken += piece.nbytes
+                self._progress(self._taken, self._bytes)
+        return item.memory
+
+    def _open_file(self, file: str) -> int:
+        try:
+            return os.open(self.checkpoint.directory / file, os.O_RDONLY)
+        except OSError as error:
+            self.checkpoint.fail([f"{file}: {error}"])
+
+    def _work(self) -> None:
+        try:
+            while piece := self._begin():
+                self._fill(piece)
+                with self._changed:
+                    piece.done = True
+                    self._changed.notify_all()
+        except Exception as error:  # the caller's thread raises it
+            with self._changed:
+                self._stopped, self._error = True, self._error or error
+                self._changed.notify_all()
+
+    def _begin(self) -> Piece | None:
+        """The next piece, once there is room for it; None when there is no more to do."""
+
+        def can_go_on() -> bool:
+            return self._stopped or not self._next or self._memory.has_room(self._next)
+
+        with self._changed:
+            self._changed.wait_for(can_go_on)
+            if self._stopped or not self._next:
+                return None
+            piece, self._next = self._next, next(self._rest, None)
+            self._memory.begin(piece)
+            piece.item.pieces.append(piece)
+            return piece
+
+    def _fill(self, piece: Piece) -> None:
+        if piece.event:
+            piece.event.synchronize()
+        file, _, _, begin, _ = self.checkpoint.entries[piece.name]
+        data, got = piece.buffer[: piece.nbytes].numpy(), 0
+        while got < piece.nbytes:
+            try:
+                n = os.preadv(self._files[file], [data[got:]], begin + piece.begin + got)
+            except OSError as error:
+                self.checkpoint.fail([f"{file}, at {piece.name}: {error}"])
+            if n == 0:
+                self.checkpoint.fail([f"{file} is truncated: it ends within {piece.name}"])
+            got += n
+        if not is_finite(data, self.checkpoint.dtypes[piece.name]):
+            self.non_finite.add(piece.name)
+
+
+def _pieces(checkpoint: Checkpoint, items: list[Item], size: int) -> Iterator[Piece]:
+    for item in items:
+        at = 0
+        for name in item.names:
+            nbytes = checkpoint.entries[name].nbytes
+            for begin in range(0, nbytes, size):
+                yield Piece(item, name, begin, at + begin, min(size, nbytes - begin))
+            at += nbytes
+
+
+class _Host:
+    """Memory of the CPU: an item's own, made when its first piece is begun."""
+
+    def __init__(self, reading: Reading, device: torch.device):
+        self.ring, self.ahead = reading.ring, 0
+        self.wanted = None  # the item that is being taken, which is not ahead
+
+    def has_room(self, piece: Piece) -> bool:
+        return piece.item is self.wanted or self.ahead + piece.nbytes <= self.ring
+
+    def begin(self, piece: Piece) -> None:
+        item = piece.item
+        self._make(item)
+        if item is not self.wanted:
+            item.ahead += piece.nbytes
+            self.ahead += piece.nbytes
+        piece.buffer = item.memory[piece.at : piece.at + piece.nbytes]
+
+    def want(self, item: Item) -> None:
+        self._make(item)
+        self.wanted = item
+        self.ahead -= item.ahead
+
+    def land(self, piece: Piece) -> None:
+        """It is where it stays."""
+
+    def _make(self, item: Item) -> None:
+        if item.memory is None:
+            item.memory = torch.empty(item.nbytes, dtype=torch.uint8)
+
+
+class _Pinned:
+    """Memory of a CUDA device, and the ring of pinned buffers from which it is filled."""
+
+    def __init__(self, reading: Reading, device: torch.device):
+        self.device = device
+        self.free = deque(
+            (torch.empty(reading.piece, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+            for _ in range(reading.ring // reading.piece)
+        )
+
+    def has_room(self, piece: Piece) -> bool:
+        return bool(self.free)
+
+    def begin(self, piece: Piece) -> None:
+        piece.buffer, piece.event = self.free.popleft()
+
+    def want(self, item: Item) -> None:
+        item.memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.device)
+
+    def land(self, piece: Piece) -> None:
+        """Has it copied on the device's current stream; the event says when that is over."""
+        place = piece.item.memory[piece.at : piece.at + piece.nbytes]
+        place.copy_(piece.buffer[: piece.nbytes], non_blocking=True)
+        piece.event.record(torch.cuda.current_stream(self.device))
+        self.free.append((piece.buffer, piece.event))
