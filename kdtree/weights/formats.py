@@ -14,13 +14,13 @@ def fp8_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-side // BLOCK) for side in shape)
 
 
-def dequantise_fp8(w: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each weight times its block's scale: one product in float32, rounded to dtype.
+def dequantise_fp8(w: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Each weight times its block's scale: one product in float32, rounded to the dtype of out.
 
-    w: [O, I] float8_e4m3fn; scale: [ceil(O / 128), ceil(I / 128)] float32; returns [O, I]
+    w: [O, I] float8_e4m3fn; scale: [ceil(O / 128), ceil(I / 128)] float32
+    out: [O, I], written and returned
     Source: weight_dequant of DeepSeek-V3's inference code.
     """
-    out = torch.empty(w.shape, dtype=dtype, device=w.device)
     parts = (part.split(STRIPE * BLOCK) for part in (out, w))
     for part, stored, scales in zip(*parts, scale.split(STRIPE), strict=True):
         scales = scales.repeat_interleave(BLOCK, 0)[: len(part)]

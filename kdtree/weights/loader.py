@@ -6,8 +6,9 @@ it reads ahead, since the first one knows in which order tensors are taken.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from kdtree import ops
 from kdtree.weights.checkpoint import FLOATS, Checkpoint
 from kdtree.weights.formats import GROUP, dequantise_fp8, fp8_scale_shape, quantise_int4
-from kdtree.weights.reader import Names, Progress, Reader, Reading
+from kdtree.weights.reader import Progress, Reader, Reading, Request
 
 Model = TypeVar("Model")
 FP8 = torch.float8_e4m3fn
@@ -40,15 +41,15 @@ def load(
     dtype: of the weights in the model, float32 or bfloat16
     quantize: "int4" for routed experts that are stored otherwise
     progress: called with the bytes loaded so far and the bytes in all, as they grow
-    Beside the model's own, host memory holds at most reading.ring bytes and, on a CPU, the stored
-    tensor that is being converted.
+    Beside the model's own, host memory holds at most 2 * reading.ring bytes, never more than the
+    two largest files have, and what the conversion of one matrix takes.
     Raises CheckpointError, naming every missing, unused or mis-shaped tensor before it takes
     memory; and, once all is read, every tensor that holds a NaN or an infinity.
     """
     plan = _Plan(checkpoint)
     checkpoint.fail(plan.problems(build, dtype, quantize))
     device, reading = torch.device(device), reading or Reading()
-    with Reader(checkpoint, plan.items, device, reading, progress) as reader:
+    with Reader(checkpoint, plan.requests, device, reading, progress) as reader:
         model = build(Weights(checkpoint, device, dtype, quantize, reader))
     checkpoint.fail([f"{name} is not finite" for name in sorted(reader.non_finite)])
     return model
@@ -70,7 +71,7 @@ class _Plan:
     """What the first pass finds: tensors in the order of their taking, and what is wrong."""
 
     checkpoint: Checkpoint
-    items: list[Names] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=dict)  # what weight_shapes must hold
@@ -99,9 +100,6 @@ class _Plan:
             wants = ", ".join(map(_plain, dtypes))
             self.wrong.append(f"{name} has dtype {_plain(dtype)}, wants {wants}")
 
-    def take(self, names: Names) -> None:
-        self.items.append(names)
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -126,24 +124,29 @@ class Weights:
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A floating-point tensor, as dtype (the model's own by default)."""
-        return self._stored(name, shape, FLOATS).to(dtype or self.dtype)
+        dtype = dtype or self.dtype
+        if self._dtype(name) == dtype:
+            return self._stored([name], shape, FLOATS).view(shape)
+        out = self._empty(shape, dtype)
+        with self._borrowed(name, shape, FLOATS) as stored:
+            return out.copy_(stored)
 
     def take_matrix(self, name: str, *shape: int) -> Tensor:
         """A matrix of a dense product, which may be stored as FP8, with scales in weight_scale_inv.
 
         bfloat16 stays so, being the same numbers in fewer bytes; else it has the model's dtype
         """
-        matrix = self._matrix(name, shape)
-        return matrix if matrix.dtype == torch.bfloat16 else matrix.to(self.dtype)
+        if self._dtype(name) in (torch.bfloat16, self.dtype):
+            return self._stored([name], shape, FLOATS).view(shape)
+        return self._convert(self._empty(shape, self.dtype), name)
 
     def take_bank(self, names: Sequence[str], *shape: int) -> Tensor:
         """Matrices of one shape, stacked, in the model's dtype: [len(names), *shape]."""
-        stored = {self.checkpoint.dtypes.get(self.prefix + name) for name in names}
-        if stored == {self.dtype}:  # as they are, side by side
-            return self._side_by_side(names, shape, (self.dtype,)).view(len(names), *shape)
-        bank = torch.empty(len(names), *shape, dtype=self.dtype, device=self.device)
+        if {self._dtype(name) for name in names} == {self.dtype}:
+            return self._stored(names, shape, FLOATS).view(len(names), *shape)
+        bank = self._empty((len(names), *shape), self.dtype)
         for matrix, name in zip(bank, names, strict=True):
-            matrix.copy_(self._matrix(name, shape))
+            self._convert(matrix, name)
         return bank
 
     def take_int4_bank(
@@ -156,17 +159,19 @@ class Weights:
         [len(names), out / 32, features / 32, 32], the model's dtype
         """
         tiles = (len(names), out // GROUP, features // GROUP)
-        bank = torch.empty(*tiles, 128, dtype=torch.int32, device=self.device)
-        scales = torch.empty(*tiles, 32, dtype=self.dtype, device=self.device)
+        bank, scales = (
+            self._empty((*tiles, 128), torch.int32),
+            self._empty((*tiles, 32), self.dtype),
+        )
+        plain = self._empty((out, features), self.dtype)
         for i, name in enumerate(names):
             if self.quantize and not self.has(f"{name}.weight_packed"):
-                matrix = self._matrix(f"{name}.weight", (out, features)).to(self.dtype)
-                codes, scale = (None, None) if self._planning else quantise_int4(matrix)
+                self._convert(plain, f"{name}.weight")
+                if not self._planning:
+                    self._pack(bank[i], scales[i], *quantise_int4(plain))
             else:
-                codes, scale = self._int4(name, out, features)
-            if not self._planning:
-                bank[i], scales[i] = ops.int4_pack(codes, scale.to(self.dtype))
-            elif out % GROUP or features % GROUP:
+                self._int4(bank[i], scales[i], name, out, features)
+            if self._planning and (out % GROUP or features % GROUP):
                 what = f"{self.prefix}{name} is {out} x {features}"
                 self.source.wrong.append(f"{what}, INT4 wants multiples of {GROUP}")
         return bank, scales
@@ -175,43 +180,61 @@ class Weights:
     def _planning(self) -> bool:
         return self.device.type == "meta"
 
-    def _int4(self, name: str, out: int, features: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales as stored."""
-        codes = self._stored(f"{name}.weight_packed", (out, features // 8), (torch.int32,))
-        scale = self._stored(f"{name}.weight_scale", (out, features // GROUP), FLOATS)
-        if self._planning:
-            shape = f"{self.prefix}{name}.weight_shape"
-            self.source.expect(shape, (2,), (torch.int32, torch.int64))
-            self.source.shapes[shape] = [out, features]
-        return codes, scale
+    def _dtype(self, name: str) -> torch.dtype | str | None:
+        """As which it is stored."""
+        return self.checkpoint.dtypes.get(self.prefix + name)
 
-    def _matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """As stored, or in the model's dtype where that is FP8."""
-        if self.checkpoint.dtypes.get(self.prefix + name) != FP8:
-            return self._stored(name, shape, (*FLOATS, FP8))
-        matrix = self._stored(name, shape, (FP8,))
-        scale = self._stored(f"{name}_scale_inv", fp8_scale_shape(shape), (torch.float32,))
-        if self._planning:
-            return matrix.to(self.dtype)
-        return dequantise_fp8(matrix, scale, self.dtype)
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _stored(self, name: str, shape: tuple[int, ...], dtypes: tuple) -> Tensor:
-        """A tensor as stored, on the device."""
-        return self._side_by_side((name,), shape, dtypes).view(shape)
+    def _convert(self, out: Tensor, name: str) -> Tensor:
+        """Fills out with a stored matrix of its shape; FP8 has scales beside it."""
+        if self._dtype(name) != FP8:
+            with self._borrowed(name, out.shape, (*FLOATS, FP8)) as stored:
+                return out.copy_(stored)
+        scale = f"{name}_scale_inv", fp8_scale_shape(out.shape), (torch.float32,)
+        with self._borrowed(name, out.shape, (FP8,)) as stored, self._borrowed(*scale) as scale:
+            return out if self._planning else dequantise_fp8(stored, scale, out)
 
-    def _side_by_side(
-        self, names: Sequence[str], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    def _int4(self, bank: Tensor, scales: Tensor, name: str, out: int, features: int) -> None:
+        """Fills bank and scales with a matrix that is stored in INT4."""
+        codes = f"{name}.weight_packed", (out, features // 8), (torch.int32,)
+        scale = f"{name}.weight_scale", (out, features // GROUP), FLOATS
+        with self._borrowed(*codes) as codes, self._borrowed(*scale) as scale:
+            if not self._planning:
+                self._pack(bank, scales, codes, scale)
+                return
+        shape = f"{self.prefix}{name}.weight_shape"
+        self.source.expect(shape, (2,), (torch.int32, torch.int64))
+        self.source.shapes[shape] = [out, features]
+
+    def _pack(self, bank: Tensor, scales: Tensor, codes: Tensor, scale: Tensor) -> None:
+        packed, scale = ops.int4_pack(codes, scale.to(self.dtype))
+        bank.copy_(packed)
+        scales.copy_(scale)
+
+    @contextmanager
+    def _borrowed(self, name: str, shape: tuple[int, ...], dtypes: tuple) -> Iterator[Tensor]:
+        """A tensor as stored, on the device, whose memory is used again after."""
+        stored = self._stored([name], shape, dtypes, borrowed=True)
+        yield stored.view(shape)
+        if not self._planning:
+            self.source.give_back(stored.view(torch.uint8))
+
+    def _stored(
+        self, names: Sequence[str], shape: tuple[int, ...], dtypes: tuple, borrowed: bool = False
     ) -> Tensor:
-        """Tensors of one shape and dtype, as stored, their elements one after the other."""
-        names = tuple(self.prefix + name for name in names)
-        if self._planning:
-            for name in names:
-                self.source.expect(name, shape, dtypes)
-            self.source.take(names)
-            dtype = self.checkpoint.dtypes.get(names[0])
-            dtype = dtype if dtype in dtypes else dtypes[0]
-            return torch.empty(len(names) * math.prod(shape), dtype=dtype, device=self.device)
-        return self.source.take(names).view(self.checkpoint.dtypes[names[0]])
+        """Tensors of one shape and dtype, as stored, their elements one after the other: 1-D."""
+        request = Request(tuple(self.prefix + name for name in names), borrowed)
+        if not self._planning:
+            return self.source.take(request).view(self._dtype(names[0]))
+        for name in request.names:
+            self.source.expect(name, shape, dtypes)
+        self.source.requests.append(request)
+        dtype = self._dtype(names[0])
+        return self._empty(
+            (len(names) * math.prod(shape),), dtype if dtype in dtypes else dtypes[0]
+        )
 
 
 def _plain(dtype: object) -> str:

@@ -1,9 +1,9 @@
 """Reads a checkpoint's tensors ahead of their use, in the order in which they will be taken.
 
 A few threads fill pieces of several MB by plain reads, no mapped pages, and look for numbers that
-are not finite; the caller's thread takes whole items. On a CPU a piece is read to where it stays.
-For a CUDA device it is read into a ring of pinned buffers, and copied from there when it is taken.
-Either way, what was read ahead of its taking is never more than the ring's bytes.
+are not finite; the caller's thread takes whole items. On a CPU a piece is read to where it stays,
+or into a buffer that is used again where the caller only borrows it. For a CUDA device it is read
+into a ring of pinned buffers, and copied from there when it is taken.
 """
 
 import os
@@ -19,13 +19,16 @@ from torch import Tensor
 from kdtree.weights.checkpoint import Checkpoint
 from kdtree.weights.finite import is_finite
 
-Names = tuple[str, ...]
 Progress = Callable[[int, int], None]  # bytes taken so far, and bytes in all
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read. piece: bytes of one read; ring: bytes that may be read ahead"""
+    """How to read. piece: bytes of one read at most
+
+    ring: bytes that may be read ahead, and that buffers may keep for their next use; no more than
+    the largest file has in any case
+    """
 
     threads: int = min(8, os.cpu_count() or 1)
     piece: int = 8 << 20
@@ -36,13 +39,21 @@ class Reading:
             raise ValueError(f"{self}, wants threads and piece, a multiple of 8, within the ring")
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Tensors that are taken as one, their bytes side by side; borrowed if given back soon."""
+
+    names: tuple[str, ...]
+    borrowed: bool = False
+
+
 @dataclass(eq=False, slots=True)
 class Item:
-    """Tensors that are taken as one, their bytes side by side."""
+    """A request, and what of it has been read."""
 
-    names: Names
+    request: Request
     nbytes: int
-    memory: Tensor | None = None  # [nbytes] uint8, where they end up
+    memory: Tensor | None = None  # [nbytes] uint8, on the device
     pieces: deque["Piece"] = field(default_factory=deque)  # begun and not yet landed
     ahead: int = 0  # bytes of it that count against the ring
 
@@ -62,16 +73,16 @@ class Piece:
 
 
 class Reader:
-    """Gives the items in their order. A context manager: leaving it ends the threads.
+    """Answers the requests in their order. A context manager: leaving it ends the threads.
 
-    device: where the items' bytes are wanted; progress: called as they are taken
+    device: where the bytes are wanted; progress: called as they are taken
     non_finite: the tensors in which a NaN or an infinity was found so far
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        items: Iterable[Names],
+        requests: Iterable[Request],
         device: torch.device,
         reading: Reading,
         progress: Progress | None = None,
@@ -79,10 +90,18 @@ class Reader:
         self.checkpoint = checkpoint
         self.non_finite: set[str] = set()
         entries = checkpoint.entries
-        self._items = deque(Item(i, sum(entries[n].nbytes for n in i)) for i in items)
+        self._items = deque(
+            Item(request, sum(entries[name].nbytes for name in request.names))
+            for request in requests
+        )
         self._taken, self._bytes = 0, sum(item.nbytes for item in self._items)
         self._progress = progress or (lambda taken, total: None)
-        self._memory = (_Pinned if device.type == "cuda" else _Host)(reading, device)
+        names = (name for item in self._items for name in item.request.names)
+        self._files = dict.fromkeys(entries[name].file for name in names)
+        sizes = [(checkpoint.directory / file).stat().st_size for file in self._files]
+        ring = min(reading.ring, max(sizes, default=0))
+        cuda = device.type == "cuda"
+        self._memory = _Pinned(ring, reading.piece, device) if cuda else _Host(ring)
         self._rest = _pieces(checkpoint, list(self._items), reading.piece)
         self._next = next(self._rest, None)
         self._changed = Condition()
@@ -90,14 +109,11 @@ class Reader:
         self._threads = [Thread(target=self._work) for _ in range(reading.threads)]
 
     def __enter__(self) -> "Reader":
-        names = (name for item in self._items for name in item.names)
-        files = dict.fromkeys(self.checkpoint.entries[name].file for name in names)
         with ExitStack() as opened:  # closes what it could open if it cannot open all
-            for file in files:
-                files[file] = self._open_file(file)
-                opened.callback(os.close, files[file])
-            self._open = opened.pop_all()
-        self._files = files
+            for file in self._files:
+                self._files[file] = self._open(file)
+                opened.callback(os.close, self._files[file])
+            self._opened = opened.pop_all()
         for thread in self._threads:
             thread.start()
         return self
@@ -108,15 +124,12 @@ class Reader:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        self._open.close()
+        self._opened.close()
 
-    def take(self, names: Names) -> Tensor:
-        """The next item, [bytes] uint8 on the device. names: those of the next item
-
-        Raises what went wrong in reading it.
-        """
+    def take(self, request: Request) -> Tensor:
+        """The next request's bytes, uint8 on the device. Raises what went wrong in reading."""
         item = self._items.popleft()
-        assert item.names == names, f"{names} taken, {item.names} is next"
+        assert item.request == request, f"{request} taken, {item.request} is next"
         landed = 0
         with self._changed:
             self._memory.want(item)
@@ -133,7 +146,12 @@ class Reader:
                 self._progress(self._taken, self._bytes)
         return item.memory
 
-    def _open_file(self, file: str) -> int:
+    def give_back(self, memory: Tensor) -> None:
+        """Takes back what was borrowed: it is overwritten from here on."""
+        with self._changed:
+            self._memory.keep(memory)
+
+    def _open(self, file: str) -> int:
         try:
             return os.open(self.checkpoint.directory / file, os.O_RDONLY)
         except OSError as error:
@@ -186,7 +204,7 @@ class Reader:
 def _pieces(checkpoint: Checkpoint, items: list[Item], size: int) -> Iterator[Piece]:
     for item in items:
         at = 0
-        for name in item.names:
+        for name in item.request.names:
             nbytes = checkpoint.entries[name].nbytes
             for begin in range(0, nbytes, size):
                 yield Piece(item, name, begin, at + begin, min(size, nbytes - begin))
@@ -196,9 +214,10 @@ def _pieces(checkpoint: Checkpoint, items: list[Item], size: int) -> Iterator[Pi
 class _Host:
     """Memory of the CPU: an item's own, made when its first piece is begun."""
 
-    def __init__(self, reading: Reading, device: torch.device):
-        self.ring, self.ahead = reading.ring, 0
+    def __init__(self, ring: int):
+        self.ring, self.ahead = ring, 0
         self.wanted = None  # the item that is being taken, which is not ahead
+        self.spare, self.spared = {}, 0  # buffers by their size, and the bytes of all
 
     def has_room(self, piece: Piece) -> bool:
         return piece.item is self.wanted or self.ahead + piece.nbytes <= self.ring
@@ -219,19 +238,30 @@ class _Host:
     def land(self, piece: Piece) -> None:
         """It is where it stays."""
 
+    def keep(self, memory: Tensor) -> None:
+        """For the next borrowed item of its size."""
+        if self.spared + len(memory) > self.ring:  # of sizes that are no longer asked for
+            self.spare, self.spared = {}, 0
+        if len(memory) <= self.ring:
+            self.spare.setdefault(len(memory), []).append(memory)
+            self.spared += len(memory)
+
     def _make(self, item: Item) -> None:
-        if item.memory is None:
+        if item.memory is None and item.request.borrowed and self.spare.get(item.nbytes):
+            item.memory = self.spare[item.nbytes].pop()
+            self.spared -= item.nbytes
+        elif item.memory is None:
             item.memory = torch.empty(item.nbytes, dtype=torch.uint8)
 
 
 class _Pinned:
     """Memory of a CUDA device, and the ring of pinned buffers from which it is filled."""
 
-    def __init__(self, reading: Reading, device: torch.device):
+    def __init__(self, ring: int, piece: int, device: torch.device):
         self.device = device
         self.free = deque(
-            (torch.empty(reading.piece, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-            for _ in range(reading.ring // reading.piece)
+            (torch.empty(piece, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+            for _ in range(max(1, ring // piece))
         )
 
     def has_room(self, piece: Piece) -> bool:
@@ -249,3 +279,6 @@ class _Pinned:
         place.copy_(piece.buffer[: piece.nbytes], non_blocking=True)
         piece.event.record(torch.cuda.current_stream(self.device))
         self.free.append((piece.buffer, piece.event))
+
+    def keep(self, memory: Tensor) -> None:
+        """The device's own allocator does."""
