@@ -25,7 +25,7 @@ def dequantise_fp8(w: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     for part, stored, scales in zip(*parts, scale.split(STRIPE), strict=True):
         scales = scales.repeat_interleave(BLOCK, 0)[: len(part)]
         scales = scales.repeat_interleave(BLOCK, 1)[:, : w.shape[1]]
-        part.copy_(scales.mul_(stored))
+        part.copy_(scales.mul_(stored.float()))
     return out
 
 
