@@ -24,6 +24,7 @@ DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # named where neither is there
 UNUSED = ".rotary_emb.inv_freq"  # ends the names of tables that old checkpoints hold
 
 
@@ -60,14 +61,17 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, on the CPU, as stored."""
-        file, _, shape, begin, nbytes = self.entries[name]
-        data = bytearray(nbytes)
-        with (self.directory / file).open("rb", buffering=0) as stream:
-            if os.preadv(stream.fileno(), [data], begin) < nbytes:
-                self.fail([f"{file} is truncated: it ends within {name}"])
-        if not nbytes:
-            return torch.empty(shape, dtype=self.dtypes[name])
-        return torch.frombuffer(data, dtype=self.dtypes[name]).view(shape)
+        entry = self.entries[name]
+        data = bytearray(entry.nbytes)
+        try:
+            with (self.directory / entry.file).open("rb", buffering=0) as stream:
+                if entry.nbytes and os.preadv(stream.fileno(), [data], entry.begin) < entry.nbytes:
+                    raise OSError("truncated")
+        except OSError as error:
+            self.fail([f"{entry.file}, at {name}: {error}"])
+        if not data:
+            return torch.empty(entry.shape, dtype=self.dtypes[name])
+        return torch.frombuffer(data, dtype=self.dtypes[name]).view(entry.shape)
 
     def fail(self, problems: list[str]) -> None:
         """Raises a CheckpointError that names them all, if there are any."""
@@ -78,9 +82,9 @@ class Checkpoint:
         """Every tensor by its stored name, where the index says that it is."""
         if not (self.directory / INDEX).is_file():
             if not (self.directory / SINGLE).is_file():
-                others = sorted(path.name for path in self.directory.glob("*.safetensors"))
-                seen = f", only {', '.join(map(shown, others))}" if others else ""
-                self.fail([f"it holds neither {INDEX} nor {SINGLE}{seen}"])
+                others = (path.name for path in self.directory.glob("*") if path.suffix in OTHERS)
+                seen = ", ".join(map(shown, sorted(others))) or "no other weights"
+                self.fail([f"it holds neither {INDEX} nor {SINGLE}, but {seen}"])
             entries, found = read(self.directory, SINGLE)
             problems += found
             return entries

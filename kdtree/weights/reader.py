@@ -96,10 +96,10 @@ class Reader:
         )
         self._taken, self._bytes = 0, sum(item.nbytes for item in self._items)
         self._progress = progress or (lambda taken, total: None)
-        names = (name for item in self._items for name in item.request.names)
+        names = [name for item in self._items for name in item.request.names]
         self._files = dict.fromkeys(entries[name].file for name in names)
-        sizes = [(checkpoint.directory / file).stat().st_size for file in self._files]
-        ring = min(reading.ring, max(sizes, default=0))
+        largest = max((entries[name].begin + entries[name].nbytes for name in names), default=0)
+        ring = min(reading.ring, largest)
         cuda = device.type == "cuda"
         self._memory = _Pinned(ring, reading.piece, device) if cuda else _Host(ring)
         self._rest = _pieces(checkpoint, list(self._items), reading.piece)

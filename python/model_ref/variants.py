@@ -215,7 +215,7 @@ VARIANTS = {
     "fp8": small(
         "FP8 in blocks of 128, partial ones on every side: 192 = 128 + 64",
         0,
-        {"hidden_size": 192, "intermediate_size": 160, "moe_intermediate_size": 144},
+        {"hidden_size": 192, "intermediate_size": 144, "moe_intermediate_size": 160},
         format="fp8",
     ),
     "f16": small("float16", 0, format="f16"),
