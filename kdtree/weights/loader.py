@@ -18,7 +18,8 @@ from torch import Tensor
 from kdtree import ops
 from kdtree.weights.checkpoint import FLOATS, Checkpoint
 from kdtree.weights.formats import GROUP, dequantise_fp8, fp8_scale_shape, quantise_int4
-from kdtree.weights.reader import Progress, Reader, Reading, Request
+from kdtree.weights.memory import Request
+from kdtree.weights.reader import Progress, Reader, Reading
 
 Model = TypeVar("Model")
 FP8 = torch.float8_e4m3fn

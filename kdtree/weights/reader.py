@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, Thread
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kdtree.weights.checkpoint import Checkpoint
 from kdtree.weights.finite import is_finite
+from kdtree.weights.memory import Host, Item, Piece, Pinned, Request
 
 Progress = Callable[[int, int], None]  # bytes taken so far, and bytes in all
 
@@ -37,39 +38,6 @@ class Reading:
     def __post_init__(self):
         if self.threads < 1 or self.piece < 8 or self.piece % 8 or self.ring < self.piece:
             raise ValueError(f"{self}, wants threads and piece, a multiple of 8, within the ring")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Tensors that are taken as one, their bytes side by side; borrowed if given back soon."""
-
-    names: tuple[str, ...]
-    borrowed: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Item:
-    """A request, and what of it has been read."""
-
-    request: Request
-    nbytes: int
-    memory: Tensor | None = None  # [nbytes] uint8, on the device
-    pieces: deque["Piece"] = field(default_factory=deque)  # begun and not yet landed
-    ahead: int = 0  # bytes of it that count against the ring
-
-
-@dataclass(eq=False, slots=True)
-class Piece:
-    """A read of nbytes from `begin` of tensor `name`, to `at` in the item."""
-
-    item: Item
-    name: str
-    begin: int
-    at: int
-    nbytes: int
-    buffer: Tensor | None = None  # uint8, of nbytes or more
-    event: torch.cuda.Event | None = None  # the buffer's last use is over
-    done: bool = False
 
 
 class Reader:
@@ -101,8 +69,8 @@ class Reader:
         largest = max((entries[name].begin + entries[name].nbytes for name in names), default=0)
         ring = min(reading.ring, largest)
         cuda = device.type == "cuda"
-        self._memory = _Pinned(ring, reading.piece, device) if cuda else _Host(ring)
-        self._rest = _pieces(checkpoint, list(self._items), reading.piece)
+        self._memory = Pinned(ring, reading.piece, device) if cuda else Host(ring)
+        self._rest = _pieces(checkpoint, deque(self._items), reading.piece)
         self._next = next(self._rest, None)
         self._changed = Condition()
         self._stopped, self._error = False, None
@@ -144,7 +112,8 @@ class Reader:
                 landed += piece.nbytes
                 self._taken += piece.nbytes
                 self._progress(self._taken, self._bytes)
-        return item.memory
+        memory, item.memory = item.memory, None  # the caller's alone
+        return memory
 
     def give_back(self, memory: Tensor) -> None:
         """Takes back what was borrowed: it is overwritten from here on."""
@@ -201,84 +170,12 @@ class Reader:
             self.non_finite.add(piece.name)
 
 
-def _pieces(checkpoint: Checkpoint, items: list[Item], size: int) -> Iterator[Piece]:
-    for item in items:
-        at = 0
+def _pieces(checkpoint: Checkpoint, items: deque[Item], size: int) -> Iterator[Piece]:
+    """Uses the items up, so that none outlives its taking."""
+    while items:
+        item, at = items.popleft(), 0
         for name in item.request.names:
             nbytes = checkpoint.entries[name].nbytes
             for begin in range(0, nbytes, size):
                 yield Piece(item, name, begin, at + begin, min(size, nbytes - begin))
             at += nbytes
-
-
-class _Host:
-    """Memory of the CPU: an item's own, made when its first piece is begun."""
-
-    def __init__(self, ring: int):
-        self.ring, self.ahead = ring, 0
-        self.wanted = None  # the item that is being taken, which is not ahead
-        self.spare, self.spared = {}, 0  # buffers by their size, and the bytes of all
-
-    def has_room(self, piece: Piece) -> bool:
-        return piece.item is self.wanted or self.ahead + piece.nbytes <= self.ring
-
-    def begin(self, piece: Piece) -> None:
-        item = piece.item
-        self._make(item)
-        if item is not self.wanted:
-            item.ahead += piece.nbytes
-            self.ahead += piece.nbytes
-        piece.buffer = item.memory[piece.at : piece.at + piece.nbytes]
-
-    def want(self, item: Item) -> None:
-        self._make(item)
-        self.wanted = item
-        self.ahead -= item.ahead
-
-    def land(self, piece: Piece) -> None:
-        """It is where it stays."""
-
-    def keep(self, memory: Tensor) -> None:
-        """For the next borrowed item of its size."""
-        if self.spared + len(memory) > self.ring:  # of sizes that are no longer asked for
-            self.spare, self.spared = {}, 0
-        if len(memory) <= self.ring:
-            self.spare.setdefault(len(memory), []).append(memory)
-            self.spared += len(memory)
-
-    def _make(self, item: Item) -> None:
-        if item.memory is None and item.request.borrowed and self.spare.get(item.nbytes):
-            item.memory = self.spare[item.nbytes].pop()
-            self.spared -= item.nbytes
-        elif item.memory is None:
-            item.memory = torch.empty(item.nbytes, dtype=torch.uint8)
-
-
-class _Pinned:
-    """Memory of a CUDA device, and the ring of pinned buffers from which it is filled."""
-
-    def __init__(self, ring: int, piece: int, device: torch.device):
-        self.device = device
-        self.free = deque(
-            (torch.empty(piece, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-            for _ in range(max(1, ring // piece))
-        )
-
-    def has_room(self, piece: Piece) -> bool:
-        return bool(self.free)
-
-    def begin(self, piece: Piece) -> None:
-        piece.buffer, piece.event = self.free.popleft()
-
-    def want(self, item: Item) -> None:
-        item.memory = torch.empty(item.nbytes, dtype=torch.uint8, device=self.device)
-
-    def land(self, piece: Piece) -> None:
-        """Has it copied on the device's current stream; the event says when that is over."""
-        place = piece.item.memory[piece.at : piece.at + piece.nbytes]
-        place.copy_(piece.buffer[: piece.nbytes], non_blocking=True)
-        piece.event.record(torch.cuda.current_stream(self.device))
-        self.free.append((piece.buffer, piece.event))
-
-    def keep(self, memory: Tensor) -> None:
-        """The device's own allocator does."""
