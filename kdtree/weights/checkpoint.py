@@ -4,7 +4,10 @@ The index, where there is one, is the only authority over which file holds a ten
 index and safetensors files is read, and nothing is executed.
 """
 
+import math
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -59,24 +62,36 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor, on the CPU, as stored."""
-        entry = self.entries[name]
-        data = bytearray(entry.nbytes)
-        try:
-            with (self.directory / entry.file).open("rb", buffering=0) as stream:
-                if entry.nbytes and os.preadv(stream.fileno(), [data], entry.begin) < entry.nbytes:
-                    raise OSError("truncated")
-        except OSError as error:
-            self.fail([f"{entry.file}, at {name}: {error}"])
-        if not data:
-            return torch.empty(entry.shape, dtype=self.dtypes[name])
-        return torch.frombuffer(data, dtype=self.dtypes[name]).view(entry.shape)
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Small tensors, on the CPU, as stored; several files at a time, each opened once."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.entries[name].file, []).append(name)
+        found = {}
+        with ThreadPoolExecutor() as threads:
+            for some in threads.map(self._tensors, by_file, by_file.values()):
+                found |= some
+        return found
 
     def fail(self, problems: list[str]) -> None:
         """Raises a CheckpointError that names them all, if there are any."""
         if problems:
             raise CheckpointError("\n  ".join([f"{self.directory}:", *problems]))
+
+    def _tensors(self, file: str, names: list[str]) -> dict[str, Tensor]:
+        found = {}
+        try:
+            with (self.directory / file).open("rb", buffering=0) as stream:
+                for name in names:
+                    _, _, shape, begin, nbytes = self.entries[name]
+                    data = os.pread(stream.fileno(), nbytes, begin)
+                    if len(data) < nbytes:
+                        raise OSError(f"it ends within {name}")
+                    flat = torch.frombuffer(bytearray(data or 8), dtype=self.dtypes[name])
+                    found[name] = flat[: math.prod(shape)].view(shape)
+        except OSError as error:
+            self.fail([f"{file}: {error}"])
+        return found
 
     def _read(self, problems: list[str]) -> dict[str, Entry]:
         """Every tensor by its stored name, where the index says that it is."""
@@ -122,15 +137,15 @@ class Checkpoint:
         where = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(where, dict):
             self.fail([f"{INDEX} is no weight index: it has no object weight_map"])
+        plain = {file for file in where.values() if isinstance(file, str)}
+        plain = set(filter(_is_plain, plain))
         for name, file in where.items():
-            if not _is_plain(file):
+            if not isinstance(file, str) or file not in plain:
                 problems.append(f"places {shown(name)} in {file!a:.80}, wants a file beside it")
         self.fail([f"{INDEX} {problem}" for problem in problems])
         return where
 
 
-def _is_plain(file: object) -> bool:
+def _is_plain(file: str) -> bool:
     """Whether it is the name of a file in the directory itself."""
-    if not isinstance(file, str) or not file.isprintable() or file == "..":
-        return False
-    return bool(file) and Path(file).name == file
+    return file.isprintable() and file not in ("", "..") and Path(file).name == file

@@ -7,7 +7,6 @@ it reads ahead, since the first one knows in which order tensors are taken.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -82,10 +81,9 @@ class _Plan:
         unused = sorted(set(self.checkpoint.shapes) - self.taken)
         self.wrong += [f"{name} is not used by the model" for name in unused]
         names = [name for name in self.shapes if self.checkpoint.shapes.get(name) == (2,)]
-        with ThreadPoolExecutor() as threads:  # many tiny reads
-            for name, found in zip(names, threads.map(self.checkpoint.tensor, names), strict=True):
-                if found.tolist() != self.shapes[name]:
-                    self.wrong.append(f"{name} is {found.tolist()}, wants {self.shapes[name]}")
+        for name, found in self.checkpoint.tensors(names).items():
+            if found.tolist() != self.shapes[name]:
+                self.wrong.append(f"{name} is {found.tolist()}, wants {self.shapes[name]}")
         return self.wrong
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -6,6 +6,7 @@ Both bound what is read ahead. The reader calls them under its lock.
 import mmap
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from torch import Tensor
 HUGE_PAGE = 2 << 20  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """Tensors that are taken as one, their bytes side by side; borrowed if given back soon."""
 
     names: tuple[str, ...]
