@@ -171,7 +171,7 @@ def test_a_file_that_changes_meanwhile(checkpoint, change):
     path = checkpoint.directory / "model.safetensors"
     if change == "cut":
         os.truncate(path, path.stat().st_size - 300)
-        message = "model.safetensors is truncated: it ends within t9"
+        message = "model.safetensors, at t9: it is truncated"
     else:
         path.unlink()
         message = "model.safetensors: "

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from kdtree.weights.checkpoint import Checkpoint
 from kdtree.weights.finite import is_finite
 from kdtree.weights.memory import Host, Item, Piece, Pinned, Request
 
+STEP = 1 << 20  # bytes, less than a core's own cache; a multiple of every dtype's size
 Progress = Callable[[int, int], None]  # bytes taken so far, and bytes in all
 
 
@@ -31,7 +32,7 @@ class Reading:
     the largest file has in any case
     """
 
-    threads: int = min(8, os.cpu_count() or 1)
+    threads: int = max(2, min(8, os.cpu_count() or 1))
     piece: int = 8 << 20
     ring: int = 256 << 20
 
@@ -72,7 +73,8 @@ class Reader:
         self._memory = Pinned(ring, reading.piece, device) if cuda else Host(ring)
         self._rest = _pieces(checkpoint, deque(self._items), reading.piece)
         self._next = next(self._rest, None)
-        self._changed = Condition()
+        self._lock = Lock()
+        self._room, self._arrival = Condition(self._lock), Condition(self._lock)
         self._stopped, self._error = False, None
         self._threads = [Thread(target=self._work) for _ in range(reading.threads)]
 
@@ -87,9 +89,9 @@ class Reader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._changed:
+        with self._lock:
             self._stopped = True
-            self._changed.notify_all()
+            self._room.notify_all()
         for thread in self._threads:
             thread.join()
         self._opened.close()
@@ -99,16 +101,16 @@ class Reader:
         item = self._items.popleft()
         assert item.request == request, f"{request} taken, {item.request} is next"
         landed = 0
-        with self._changed:
+        with self._lock:
             self._memory.want(item)
-            self._changed.notify_all()
+            self._room.notify()
             while landed < item.nbytes:
-                self._changed.wait_for(lambda: self._error or item.pieces and item.pieces[0].done)
+                self._arrival.wait_for(lambda: self._error or item.pieces and item.pieces[0].done)
                 if self._error:
                     raise self._error
                 piece = item.pieces.popleft()
                 self._memory.land(piece)
-                self._changed.notify_all()
+                self._room.notify()
                 landed += piece.nbytes
                 self._taken += piece.nbytes
                 self._progress(self._taken, self._bytes)
@@ -117,7 +119,7 @@ class Reader:
 
     def give_back(self, memory: Tensor) -> None:
         """Takes back what was borrowed: it is overwritten from here on."""
-        with self._changed:
+        with self._lock:
             self._memory.keep(memory)
 
     def _open(self, file: str) -> int:
@@ -130,13 +132,14 @@ class Reader:
         try:
             while piece := self._begin():
                 self._fill(piece)
-                with self._changed:
+                with self._lock:
                     piece.done = True
-                    self._changed.notify_all()
+                    self._arrival.notify()
         except Exception as error:  # the caller's thread raises it
-            with self._changed:
+            with self._lock:
                 self._stopped, self._error = True, self._error or error
-                self._changed.notify_all()
+                self._room.notify_all()
+                self._arrival.notify()
 
     def _begin(self) -> Piece | None:
         """The next piece, once there is room for it; None when there is no more to do."""
@@ -144,30 +147,40 @@ class Reader:
         def can_go_on() -> bool:
             return self._stopped or not self._next or self._memory.has_room(self._next)
 
-        with self._changed:
-            self._changed.wait_for(can_go_on)
+        with self._lock:
+            self._room.wait_for(can_go_on)
             if self._stopped or not self._next:
+                self._room.notify()  # the next thread ends too
                 return None
             piece, self._next = self._next, next(self._rest, None)
             self._memory.begin(piece)
             piece.item.pieces.append(piece)
+            if can_go_on():
+                self._room.notify()
             return piece
 
     def _fill(self, piece: Piece) -> None:
+        """Asks for all of it at once, then copies and checks what a core's cache holds."""
         if piece.event:
             piece.event.synchronize()
-        file, _, _, begin, _ = self.checkpoint.entries[piece.name]
-        data, got = piece.buffer[: piece.nbytes].numpy(), 0
-        while got < piece.nbytes:
-            try:
-                n = os.preadv(self._files[file], [data[got:]], begin + piece.begin + got)
-            except OSError as error:
-                self.checkpoint.fail([f"{file}, at {piece.name}: {error}"])
-            if n == 0:
-                self.checkpoint.fail([f"{file} is truncated: it ends within {piece.name}"])
-            got += n
-        if not is_finite(data, self.checkpoint.dtypes[piece.name]):
-            self.non_finite.add(piece.name)
+        entry, at = self.checkpoint.entries[piece.name], 0
+        file, start = self._files[entry.file], entry.begin + piece.begin
+        data, dtype = piece.buffer.numpy(), self.checkpoint.dtypes[piece.name]
+        try:
+            os.posix_fadvise(file, start, piece.nbytes, os.POSIX_FADV_WILLNEED)
+            while at < piece.nbytes:
+                part = data[at : min(at + STEP, piece.nbytes)]
+                got = 0
+                while got < len(part):
+                    n = os.preadv(file, [part[got:]], start + at + got)
+                    if n == 0:
+                        raise OSError("it is truncated")
+                    got += n
+                if not is_finite(part, dtype):
+                    self.non_finite.add(piece.name)
+                at += len(part)
+        except OSError as error:
+            self.checkpoint.fail([f"{entry.file}, at {piece.name}: {error}"])
 
 
 def _pieces(checkpoint: Checkpoint, items: deque[Item], size: int) -> Iterator[Piece]:
