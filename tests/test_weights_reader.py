@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from says import says
 
 from kdtree import CheckpointError
-from kdtree.weights import Checkpoint, Reading, load
+from kdtree.weights import Checkpoint, Reading, load, loader, memory, reader
 from kdtree.weights.memory import Request
 from kdtree.weights.reader import Reader
 
@@ -80,24 +80,54 @@ def test_a_bank_is_read_as_one(tmp_path, device):
     assert torch.equal(bank.cpu(), torch.stack([parts[name] for name in order]))
 
 
-def test_a_cpu_tensor_is_where_it_was_read(checkpoint):
-    """No copy: what the reader hands out is what the model keeps."""
-    taken = []
+def test_a_cpu_tensor_is_where_it_was_read(checkpoint, monkeypatch):
+    """No copy: what threads wrote to is what the model keeps."""
+    read = set()
 
     class Spy(Reader):
         def take(self, request):
-            taken.append(super().take(request))
-            return taken[-1]
+            memory = super().take(request)
+            read.add(memory.data_ptr())
+            return memory
 
-    requests = [Request(("t3",)), Request(("t4",))]
-    with Spy(checkpoint, requests, torch.device("cpu"), SMALL) as reader:
-        for request in requests:
-            memory = reader.take(request)
-            assert memory.data_ptr() == taken[-1].data_ptr()
-    with Reader(checkpoint, requests, torch.device("cpu"), SMALL) as reader:
-        memory = reader.take(requests[0])
-        reader.give_back(memory)  # not of a size that is asked for
-        assert reader.take(requests[1]).data_ptr() != memory.data_ptr()
+    monkeypatch.setattr(loader, "Reader", Spy)
+    how = {"device": "cpu", "dtype": torch.float32, "reading": SMALL}
+    kept = load(checkpoint, lambda w: take(checkpoint, w), **how)
+    assert {tensor.data_ptr() for tensor in kept} == read and len(read) == 30
+
+
+class Event:
+    """A copy's event; a buffer must not be filled before its last copy is over."""
+
+    def __init__(self):
+        self.pending = False
+
+    def record(self, stream):
+        assert not self.pending, "a buffer was used again while it was copied from"
+        self.pending = True
+
+    def synchronize(self):
+        self.pending = False
+
+
+def test_the_ring_of_buffers(checkpoint, monkeypatch):
+    """What is done for a CUDA device, without one: more pieces than buffers, each waited for."""
+    rings = []
+
+    def ring_of_four(ring):
+        rings.append(memory.Pinned(ring, SMALL.piece, torch.device("cpu")))
+        return rings[-1]
+
+    monkeypatch.setattr(memory, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(reader, "Host", ring_of_four)
+    how = {"device": "cpu", "dtype": torch.float32, "reading": SMALL}
+    got = load(checkpoint, lambda w: take(checkpoint, w), **how)
+    for tensor, want in zip(got, tensors(30).values(), strict=True):
+        assert torch.equal(tensor, want)
+    assert len(rings[0].free) == SMALL.ring // SMALL.piece
+    assert len({buffer.data_ptr() for buffer, _ in rings[0].free}) == len(rings[0].free)
 
 
 def until(condition) -> None:
@@ -109,17 +139,17 @@ def until(condition) -> None:
 
 def test_no_more_than_the_ring_is_ahead(checkpoint):
     requests = [Request((name,)) for name in tensors(30)]
-    with Reader(checkpoint, requests, torch.device("cpu"), SMALL) as reader:
+    with Reader(checkpoint, requests, torch.device("cpu"), SMALL) as own:
         for request in requests:
-            until(lambda: not reader._next or not reader._memory.has_room(reader._next))
-            assert reader._memory.ahead <= SMALL.ring
-            reader.take(request)
-        assert reader._memory.ahead == 0
+            until(lambda: not own._next or not own._memory.has_room(own._next))
+            assert own._memory.ahead <= SMALL.ring
+            own.take(request)
+        assert own._memory.ahead == 0
 
 
 PEAK = """
 import sys, torch
-from kdtree.weights import Checkpoint, Reading, load
+from kdtree.weights import Checkpoint, Reading, load, loader, memory, reader
 def status(key):
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) // 1024
 checkpoint, dtype = Checkpoint(sys.argv[1]), getattr(torch, sys.argv[2])

@@ -106,10 +106,8 @@ class Pinned:
 
     def __init__(self, ring: int, piece: int, device: torch.device):
         self.device = device
-        self.free = deque(
-            (torch.empty(piece, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-            for _ in range(max(1, ring // piece))
-        )
+        count = max(1, ring // piece)
+        self.free = deque((_pinned(piece), torch.cuda.Event()) for _ in range(count))
 
     def has_room(self, piece: Piece) -> bool:
         return bool(self.free)
@@ -129,3 +127,7 @@ class Pinned:
 
     def keep(self, memory: Tensor) -> None:
         """The device's own allocator does."""
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
