@@ -7,12 +7,11 @@ other exception, no hang, no crash, no number that is not stored.
 import json
 import random
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
+from alarm import within
 from safetensors import safe_open
 from spoilt import INDEX, MUTATIONS, Case
 
@@ -78,18 +77,6 @@ def outcome(directory: Path) -> str:
     return "loaded"
 
 
-@pytest.fixture
-def no_hang():
-    def give_up(*arguments):
-        raise TimeoutError(f"not done after {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("no_hang")
 def test_a_thousand_spoilt_checkpoints(tmp_path):
     seen = Counter()
     for number in range(CASES):
@@ -99,9 +86,9 @@ def test_a_thousand_spoilt_checkpoints(tmp_path):
         case = Case(random.Random(number))
         mutation(case)
         case.write(directory)
-        signal.alarm(SECONDS)
         try:
-            seen[mutation.__name__, outcome(directory)] += 1
+            with within(SECONDS):
+                seen[mutation.__name__, outcome(directory)] += 1
         except BaseException as error:
             raise AssertionError(f"case {number}, {mutation.__name__}: {error!r}") from error
         shutil.rmtree(directory)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alarm import within
 from safetensors.torch import save_file
 from says import says
 
@@ -24,6 +25,12 @@ def tensors(count: int, rows: int = 7) -> dict[str, torch.Tensor]:
     """Of different sizes, most of them several pieces."""
     generator = torch.Generator().manual_seed(0)
     return {f"t{i}": torch.randn(rows + i % 5, 9, generator=generator) for i in range(count)}
+
+
+@pytest.fixture(autouse=True)
+def no_hang():
+    with within(60):
+        yield
 
 
 @pytest.fixture
@@ -49,6 +56,16 @@ def test_every_tensor_arrives(checkpoint, reading, device):
     )
     for tensor, want in zip(got, tensors(30).values(), strict=True):
         assert torch.equal(tensor.cpu(), want)
+
+
+def test_reads_may_be_short(checkpoint, monkeypatch):
+    """As a network's file system may answer, in the middle of a number."""
+    whole = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: whole(file, [parts[0][:5]], at))
+    how = {"device": "cpu", "dtype": torch.float32, "reading": SMALL}
+    got = load(checkpoint, lambda w: take(checkpoint, w), **how)
+    for tensor, want in zip(got, tensors(30).values(), strict=True):
+        assert torch.equal(tensor, want)
 
 
 def test_a_reused_buffer_spoils_nothing(checkpoint, device):
