@@ -30,6 +30,7 @@ from kdtree.state import State
 from kdtree.text import TOKENIZERS, ChatTemplate, Message, load_chat_template, load_tokenizer
 from kdtree.tree import MAX_DEPTH, TokenTree
 from kdtree.verify import verify
+from kdtree.weights import Progress
 
 PREFILL = 256  # rows of a prompt's chunk; chunks end at multiples of it
 
@@ -42,7 +43,9 @@ class Engine:
         drafter's own choice; tree: "best-first" or "chain"; chain_seed: insert the best chain first
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
+    quantize: "int4" for routed experts that the checkpoint holds otherwise, None to keep them so
     max_seq_len: prompt and continuation together; None for the model's own length, 32768 at most
+    progress: called with the bytes of weights loaded so far, and the bytes in all, as they grow
     One generation at a time: a second one while a stream is open raises ValueError.
     Raises ConfigError, CheckpointError, CapacityError, and ValueError on an option out of range.
     """
@@ -58,8 +61,10 @@ class Engine:
         chain_seed: bool = False,
         device: str = "auto",
         dtype: str = "auto",
+        quantize: str | None = None,
         max_seq_len: int | None = None,
         max_batch: int = 1,
+        progress: Progress | None = None,
     ):
         directory = options.directory(model)
         self.device = options.device(device)
@@ -80,7 +85,13 @@ class Engine:
         self.tokenizer = load_tokenizer(directory)
         self.chat_template = load_chat_template(directory, self.tokenizer)
         where = {"device": self.device, "dtype": self.dtype}
-        self.model = load_model(directory, positions=self.max_seq_len + MAX_DEPTH + 1, **where)
+        self.model = load_model(
+            directory,
+            positions=self.max_seq_len + MAX_DEPTH + 1,
+            quantize=options.quantize(quantize),
+            progress=progress,
+            **where,
+        )
         width = self.config.mla.kv_lora_rank + self.config.mla.rope
         self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)

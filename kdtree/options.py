@@ -55,6 +55,12 @@ def dtype(name: str, device: torch.device) -> torch.dtype:
     return names[name]
 
 
+def quantize(name: str | None) -> str | None:
+    if name is not None and name != "int4":
+        raise ValueError(f"quantize is {name!r}, wants None or 'int4'")
+    return name
+
+
 def batch(sequences: int) -> int:
     if not is_whole(sequences) or sequences < 1:
         raise ValueError(f"max_batch is {sequences!r}, wants an integer of at least 1")

@@ -55,6 +55,32 @@ IGNORE = (
     r"lm_head re:.*self_attn.* re:.*shared_experts.* re:.*mlp\.(gate|up|gate_up|down)_proj.*"
 ).split()
 
+INT4 = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": checkpoint.GROUP,
+    "actorder": None,
+    "dynamic": False,
+}
+QUANTIZATION = {
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"input_activations": None, "targets": ["Linear"], "weights": INT4}
+        },
+        "ignore": IGNORE,
+    },
+    "fp8": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [checkpoint.BLOCK, checkpoint.BLOCK],
+        "activation_scheme": "dynamic",
+    },
+}
+
 
 @dataclass
 class Generated:
@@ -184,8 +210,8 @@ def summary(results: dict[str, np.ndarray]) -> dict[str, str]:
 
 def hf_config(v: Variant, c: dict, special: dict) -> dict:
     text = c | special | hf_rope(v)
-    if v.int4:
-        text["quantization_config"] = quantization_config()
+    if v.format in QUANTIZATION:
+        text["quantization_config"] = QUANTIZATION[v.format]
     if not v.wrapper:
         return text
     return {
@@ -203,25 +229,6 @@ def hf_rope(v: Variant) -> dict:
         return {"rope_theta": v.theta, "rope_scaling": v.yarn and {"type": "yarn", **v.yarn}}
     kind = "yarn" if v.yarn else "default"
     return {"rope_parameters": {"rope_type": kind, "rope_theta": v.theta, **(v.yarn or {})}}
-
-
-def quantization_config() -> dict:
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": checkpoint.GROUP,
-        "actorder": None,
-        "dynamic": False,
-    }
-    group = {"input_activations": None, "targets": ["Linear"], "weights": weights}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": IGNORE,
-    }
 
 
 def write(made: Generated, out: Path, shards: int) -> None:

@@ -37,8 +37,10 @@ class FakeEngine:
         chain_seed=False,
         device="auto",
         dtype="auto",
+        quantize=None,
         max_seq_len=None,
         max_batch=1,
+        progress=None,
     ):
         self.made.append(self)
         self.drafter, self.calls, self.messages = drafter, [], None

@@ -58,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     drafters = ["none", *(arguments.drafter or ["ngram"])]
     rows, reference = [], None
-    with draw.progress(len(drafters) + 1) as begin:
+    with draw.progress(len(drafters) + 1) as bar:
         for name in drafters:
-            begin(name)
+            bar.begin(name)
             if name == "none":
-                engine = options.plain(arguments)
+                engine = options.plain(arguments, bar.load)
             else:
                 truth = [r.prompt_token_ids + r.token_ids for r in reference]
-                engine = options.engine(arguments, options.drafter(name, truth))
+                engine = options.engine(arguments, options.drafter(name, truth), bar.load)
             results = decode(engine, prompts, params, arguments.repeat)
             reference = reference or results
             facts = {"drafter": name, "tree": None, "budget": None}
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append(facts | summary(results, reference) | {"temperature": params.temperature})
             device = engine.device
             del engine
-        begin("the machine")
+        bar.begin("the machine")
         facts = machine.header(device, machine.peaks(device))
     if arguments.json is not None:
         machine.write_results(arguments.json, rows, facts)

@@ -42,14 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     params = SamplingParams(
         max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed
     )
-    with draw.progress(3) as begin:
-        begin("autoregressive")
-        ar = _timed(options.plain(arguments), arguments.prompt, params)
-        begin("draft trees")
+    with draw.progress(3) as bar:
+        bar.begin("autoregressive")
+        ar = _timed(options.plain(arguments, bar.load), arguments.prompt, params)
+        bar.begin("draft trees")
         truth = [ar.prompt_token_ids + ar.token_ids]
-        engine = options.engine(arguments, options.drafter(arguments.drafter, truth))
+        engine = options.engine(arguments, options.drafter(arguments.drafter, truth), bar.load)
         tree = _timed(engine, arguments.prompt, params)
-        begin("a round to show")
+        bar.begin("a round to show")
         traced = None if arguments.json else engine.generate(arguments.prompt, params, trace=True)
     identical = ar.token_ids == tree.token_ids
     if arguments.json:

@@ -1,7 +1,8 @@
 """What the commands show on a terminal: progress, tokens, draft trees."""
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -16,20 +17,43 @@ ACCEPTED, DRAFTED = "bold green", "dim"
 _SIGNS = {ord("\n"): "⏎", ord("\t"): "⇥", ord(" "): "·"}
 
 
+class Bar:
+    """The parts of a command's work, and how far the loading of weights has come."""
+
+    def __init__(self, bar: Progress, total: int):
+        self._bar = bar
+        self._parts = bar.add_task("", total=total, completed=-1)
+        self._weights, self._start = None, 0.0
+
+    def begin(self, part: str) -> None:
+        """A part of the work begins."""
+        self._bar.update(self._parts, advance=1, description=part)
+
+    def load(self, done: int, total: int) -> None:
+        """Bytes loaded and in all; shown with GB/s and the time left once that takes a second."""
+        if self._weights is None:
+            self._start = time.perf_counter()
+            self._weights = self._bar.add_task("weights", total=total, visible=False)
+        seconds = time.perf_counter() - self._start
+        if seconds < 1 and done < total:
+            return
+        rate = done / max(seconds, 1e-9)
+        sizes = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        text = f"weights: {sizes}, {rate / 1e9:.2f} GB/s, {(total - done) / rate:.0f} s left"
+        self._bar.update(self._weights, completed=done, description=text, visible=done < total)
+        if done == total:
+            self._weights = None
+
+
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, where that is a terminal; call what it yields at the start of each part."""
+def progress(total: int) -> Iterator[Bar]:
+    """A bar on stderr, where that is a terminal. total: parts of the work"""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task("", total=total, completed=-1)
-
-        def begin(part: str) -> None:
-            bar.update(task, advance=1, description=part)
-
-        yield begin
+        yield Bar(bar, total)
 
 
 def safe(text: str) -> str:

@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--system is a message of a conversation: it wants --chat")
     prompt = _read() if arguments.prompt is None else arguments.prompt
     prompt = _messages(prompt, arguments.system) if arguments.chat else prompt
-    with draw.progress(1) as begin:
-        begin("loading the model")
-        engine = options.engine(arguments, arguments.drafter)
+    with draw.progress(1) as bar:
+        bar.begin("loading the model")
+        engine = options.engine(arguments, arguments.drafter, bar.load)
     if params.n > 1 or params.logprobs is not None or arguments.trace:
         _whole(engine, prompt, params, arguments)
     else:
@@ -108,8 +108,8 @@ def _stream(
 
 def _whole(engine: Engine, prompt: str | list[Message], params: SamplingParams, arguments) -> None:
     """What a stream does not carry: several completions, log-probabilities, trees."""
-    with draw.progress(1) as begin:
-        begin("generating")
+    with draw.progress(1) as bar:
+        bar.begin("generating")
         complete = engine.generate if isinstance(prompt, str) else engine.chat
         result = complete(prompt, params, trace=arguments.trace)
     console = Console(stderr=True, highlight=False)

@@ -3,12 +3,14 @@
 import argparse
 
 from kdtree import Engine, OracleConfig
+from kdtree.weights import Progress
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="model directory (default: the demo model)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--quantize", help="int4: quantise routed experts while loading")
     parser.add_argument(
         "--budget", type=_budget, default="auto", metavar="N", help="draft nodes a round, or auto"
     )
@@ -19,27 +21,23 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of context")
 
 
-def engine(arguments: argparse.Namespace, drafter: str | OracleConfig) -> Engine:
+def engine(
+    arguments: argparse.Namespace, drafter: str | OracleConfig, progress: Progress | None = None
+) -> Engine:
     return Engine(
         arguments.model,
         drafter=drafter,
         budget=arguments.budget,
         tree=arguments.tree,
         chain_seed=arguments.chain_seed,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        max_seq_len=arguments.max_seq_len,
+        progress=progress,
+        **_model(arguments),
     )
 
 
-def plain(arguments: argparse.Namespace) -> Engine:
+def plain(arguments: argparse.Namespace, progress: Progress | None = None) -> Engine:
     """Without a drafter, which a budget would contradict."""
-    return Engine(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        max_seq_len=arguments.max_seq_len,
-    )
+    return Engine(arguments.model, progress=progress, **_model(arguments))
 
 
 def drafter(name: str, truth: list[list[int]]) -> str | OracleConfig:
@@ -55,6 +53,11 @@ def drafter(name: str, truth: list[list[int]]) -> str | OracleConfig:
 
 def is_oracle(name: str) -> bool:
     return name.partition(":")[0] == "oracle"
+
+
+def _model(arguments: argparse.Namespace) -> dict:
+    names = ("device", "dtype", "quantize", "max_seq_len")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def _budget(text: str) -> int | str:

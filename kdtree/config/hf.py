@@ -14,6 +14,7 @@ from kdtree.config.families import (
 )
 from kdtree.config.keys import Keys, agreed
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
+from kdtree.config.quantization import check_quantization
 from kdtree.errors import ConfigError
 
 INNER_NORM_EPS = 1e-6  # what the reference code builds the two inner norms with
@@ -87,7 +88,7 @@ def _text_model(keys: Keys, eos_ids: tuple[int, ...], wrapper: Wrapper | None) -
         prefix=wrapper.prefix if wrapper else "",
         vision=wrapper.vision if wrapper else (),
     )
-    _quantization(keys.mapping("quantization_config"))
+    check_quantization(keys.mapping("quantization_config"))
     beyond = [token for token in model.eos_ids if token >= model.vocab]
     if beyond:
         raise ConfigError(f"eos_token_id holds {beyond}, the vocabulary has {model.vocab}")
@@ -220,31 +221,3 @@ def _groups(keys: Keys, family: Family, experts: int, k: int) -> tuple[int, int]
 def _mtp_layers(keys: Keys) -> int:
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     return agreed({name: keys.whole(name, None, least=0) for name in names}) or 0
-
-
-def _quantization(config: dict) -> None:
-    """Checks the format; which tensors are quantised is read off the checkpoint."""
-    if not config:
-        return
-    method, kind = config.get("quant_method"), config.get("format")
-    if (method, config.get("fmt"), config.get("weight_block_size")) == ("fp8", "e4m3", [128, 128]):
-        return
-    if (method, kind) != ("compressed-tensors", "pack-quantized"):
-        raise ConfigError(
-            f"quantization {method!r} {kind!r} is not supported, supported:"
-            " 'compressed-tensors' 'pack-quantized'"
-        )
-    wants = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    keys = Keys(config)
-    if config.get("kv_cache_scheme"):
-        raise ConfigError("kv_cache_scheme is set, supported: none")
-    for name in keys.mapping("config_groups"):
-        group = Keys(keys.mapping("config_groups")).mapping(name)
-        weights = Keys(group).mapping("weights")
-        for key, value in wants.items():
-            if weights.get(key) != value:
-                raise ConfigError(f"{name}: {key} is {weights.get(key)!r}, supported: {value!r}")
-        if weights.get("actorder") or any(
-            group.get(f"{x}_activations") for x in ("input", "output")
-        ):
-            raise ConfigError(f"{name}: activation order and quantised activations unsupported")

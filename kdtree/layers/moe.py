@@ -60,14 +60,11 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoeConfig, hidden: int, w: Weights):
         super().__init__()
-        banks = None
-        for e in range(config.experts):
-            expert = _expert(w.at(e), hidden, config.width)
-            banks = banks or [t.new_empty((config.experts, *t.shape)) for t in expert]
-            for bank, tensor in zip(banks, expert, strict=True):
-                bank[e] = tensor
-        self.gate_up, self.down = map(frozen, banks[:2])
-        self.gate_up_scale, self.down_scale = map(frozen, banks[2:]) if banks[2:] else (None, None)
+        experts, width = range(config.experts), config.width
+        gate_up = [f"{e}.{name}_proj" for e in experts for name in ("gate", "up")]
+        down = [f"{e}.down_proj" for e in experts]
+        self.gate_up, self.gate_up_scale = _bank(w, gate_up, 2, width, hidden)
+        self.down, self.down_scale = _bank(w, down, 1, hidden, width)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         return ops.moe_experts(
@@ -75,16 +72,18 @@ class Experts(nn.Module):
         )
 
 
-def _expert(w: Weights, hidden: int, width: int) -> tuple[Tensor, ...]:
-    """One expert's gate_up and down, and their scales where they are INT4."""
-    if w.has("gate_proj.weight_packed"):
-        gate, gate_scale = w.take_int4("gate_proj", width, hidden)
-        up, up_scale = w.take_int4("up_proj", width, hidden)
-        down, down_scale = w.take_int4("down_proj", hidden, width)
-        return torch.cat([gate, up]), down, torch.cat([gate_scale, up_scale]), down_scale
-    gate = w.take("gate_proj.weight", width, hidden)
-    up = w.take("up_proj.weight", width, hidden)
-    return torch.cat([gate, up]), w.take("down_proj.weight", hidden, width)
+def _bank(
+    w: Weights, names: list[str], each: int, out: int, features: int
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Matrices [out, features] stacked, `each` to an expert, and their scales where they are INT4.
+
+    If one expert is INT4 all are.
+    """
+    if w.quantize or w.has("0.gate_proj.weight_packed"):
+        banks = w.take_int4_bank(names, out, features)
+        return tuple(frozen(bank.unflatten(0, (-1, each)).flatten(1, 2)) for bank in banks)
+    bank = w.take_bank([f"{name}.weight" for name in names], out, features)
+    return frozen(bank.unflatten(0, (-1, each)).flatten(1, 2)), None
 
 
 class Moe(nn.Module):

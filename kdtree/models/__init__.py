@@ -7,18 +7,26 @@ from kdtree.config import ModelConfig
 from kdtree.config import load as load_config
 from kdtree.errors import CheckpointError
 from kdtree.models.deepseek import Deepseek
-from kdtree.weights import Checkpoint, load
+from kdtree.weights import Checkpoint, Progress, load
 
 __all__ = ["Deepseek", "load_model"]
 
 logger = logging.getLogger(__name__)
 
 
-def load_model(directory: Path, *, device, dtype, positions: int | None = None) -> Deepseek:
+def load_model(
+    directory: Path,
+    *,
+    device,
+    dtype,
+    positions: int | None = None,
+    quantize: str | None = None,
+    progress: Progress | None = None,
+) -> Deepseek:
     """Loads a model directory in Hugging Face layout.
 
     device, dtype: where and as what the weights are kept; positions: of the rotary table, the
-    model's own longest by default
+    model's own longest by default; quantize, progress: as kdtree.weights.load takes them
     Tensors that the model has no use for by rule (images, multi-token prediction) are skipped, and
     a warning of this module's logger says so.
     Raises ConfigError or CheckpointError.
@@ -30,7 +38,8 @@ def load_model(directory: Path, *, device, dtype, positions: int | None = None) 
 
     checkpoint = Checkpoint(Path(directory), config.prefix, config.skipped)
     _report_skipped(config, checkpoint)
-    return load(checkpoint, build, device=device, dtype=dtype)
+    how = {"device": device, "dtype": dtype, "quantize": quantize, "progress": progress}
+    return load(checkpoint, build, **how)
 
 
 def _report_skipped(config: ModelConfig, checkpoint: Checkpoint) -> None:

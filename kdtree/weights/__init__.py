@@ -2,5 +2,6 @@
 
 from kdtree.weights.checkpoint import Checkpoint
 from kdtree.weights.loader import Weights, check, load
+from kdtree.weights.reader import Progress, Reading
 
-__all__ = ["Checkpoint", "Weights", "check", "load"]
+__all__ = ["Checkpoint", "Progress", "Reading", "Weights", "check", "load"]

@@ -1,16 +1,20 @@
 """A model directory's safetensors files: names, shapes and dtypes from the headers, data on demand.
 
-The index, where there is one, is the only authority over which file holds a tensor.
+The index, where there is one, is the only authority over which file holds a tensor. Nothing but
+index and safetensors files is read, and nothing is executed.
 """
 
-import json
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kdtree.errors import CheckpointError
+from kdtree.weights.header import LIMIT, Entry, parse, read, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -19,87 +23,129 @@ DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "I64": torch.int64,
 }
+OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # named where neither is there
+UNUSED = ".rotary_emb.inv_freq"  # ends the names of tables that old checkpoints hold
 
 
 class Checkpoint:
     """The tensors of a model directory.
 
     prefix: of all names, left out here; skipped: prefixes of tensors that are as good as not there
-    shapes, dtypes: by name, from the headers alone; a dtype that no model here has is its name
+    entries, shapes, dtypes: by name, from the headers alone; a dtype that no model here has is its
+    name
     The attribute skipped has the names, as stored, that those prefixes met.
-    Raises CheckpointError, naming every offender, on a missing or unreadable file, a tensor that
-    the index places in a file that lacks it, or one that the index does not know.
+    Raises CheckpointError, naming every offender: a file that is missing or broken, a tensor that
+    is there twice, that the index places in a file that lacks it, or that the index does not know.
     """
 
     def __init__(self, directory: Path, prefix: str = "", skipped: tuple[str, ...] = ()):
         self.directory = Path(directory)
-        self.prefix = prefix
-        self._files = {}
-        self._where = self._read_index()
+        self.entries: dict[str, Entry] = {}
+        self.skipped: list[str] = []
         problems = []
-        for file in sorted(set(self._where.values())):
-            self._open(file, problems)
-        self._check(problems)
-        if problems:
-            raise CheckpointError(f"{self.directory}: " + "; ".join(problems))
-        self.shapes, self.dtypes, self.skipped = {}, {}, []
-        for stored_name, file in self._where.items():
-            if stored_name.startswith(skipped):
+        for stored_name, entry in self._read(problems).items():
+            if stored_name.startswith(skipped) or stored_name.endswith(UNUSED):
                 self.skipped.append(stored_name)
                 continue
-            stored = self._files[file].get_slice(stored_name)
             name = stored_name.removeprefix(prefix)
-            self.shapes[name] = tuple(stored.get_shape())
-            self.dtypes[name] = DTYPES.get(stored.get_dtype(), stored.get_dtype())
+            if name in self.entries:
+                problems.append(f"{name} is there twice, with and without {prefix!r}")
+            self.entries[name] = entry
+        self.fail(problems)
+        self.shapes = {name: entry.shape for name, entry in self.entries.items()}
+        self.dtypes = {name: DTYPES.get(e.dtype, e.dtype) for name, e in self.entries.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.shapes
+        return name in self.entries
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor, on the CPU, as stored."""
-        name = self.prefix + name
-        return self._files[self._where[name]].get_tensor(name)
+    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Small tensors, on the CPU, as stored; several files at a time, each opened once."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.entries[name].file, []).append(name)
+        found = {}
+        with ThreadPoolExecutor() as threads:
+            for some in threads.map(self._tensors, by_file, by_file.values()):
+                found |= some
+        return found
 
-    def _read_index(self) -> dict[str, str]:
-        index = self.directory / INDEX
-        if index.is_file():
-            try:
-                where = dict(json.loads(index.read_text())["weight_map"])
-                if not all(isinstance(file, str) for file in where.values()):
-                    raise ValueError("weight_map holds other things than file names")
-                return where
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{index} is not a weight index: {error!r}") from None
-        if not (self.directory / SINGLE).is_file():
-            raise CheckpointError(f"{self.directory} holds neither {INDEX} nor {SINGLE}")
-        problems = []
-        self._open(SINGLE, problems)
+    def fail(self, problems: list[str]) -> None:
+        """Raises a CheckpointError that names them all, if there are any."""
         if problems:
-            raise CheckpointError(f"{self.directory}: " + "; ".join(problems))
-        return {name: SINGLE for name in self._files[SINGLE].keys()}
+            raise CheckpointError("\n  ".join([f"{self.directory}:", *problems]))
 
-    def _open(self, file: str, problems: list[str]) -> None:
-        path = self.directory / file
-        if file in self._files:
-            return
-        if not path.is_file():
-            problems.append(f"{file} is missing: is the download complete?")
-            return
+    def _tensors(self, file: str, names: list[str]) -> dict[str, Tensor]:
+        found = {}
         try:
-            self._files[file] = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            problems.append(f"{file} is not a whole safetensors file: {error}")
+            with (self.directory / file).open("rb", buffering=0) as stream:
+                for name in names:
+                    _, _, shape, begin, nbytes = self.entries[name]
+                    data = os.pread(stream.fileno(), nbytes, begin)
+                    if len(data) < nbytes:
+                        raise OSError(f"it ends within {name}")
+                    flat = torch.frombuffer(bytearray(data or 8), dtype=self.dtypes[name])
+                    found[name] = flat[: math.prod(shape)].view(shape)
+        except OSError as error:
+            self.fail([f"{file}: {error}"])
+        return found
 
-    def _check(self, problems: list[str]) -> None:
-        for file, handle in self._files.items():
-            stored = set(handle.keys())
-            placed = {name for name, where in self._where.items() if where == file}
-            problems += [f"{file} lacks {name}" for name in sorted(placed - stored)]
+    def _read(self, problems: list[str]) -> dict[str, Entry]:
+        """Every tensor by its stored name, where the index says that it is."""
+        if not (self.directory / INDEX).is_file():
+            if not (self.directory / SINGLE).is_file():
+                others = (path.name for path in self.directory.glob("*") if path.suffix in OTHERS)
+                seen = ", ".join(map(shown, sorted(others))) or "no other weights"
+                self.fail([f"it holds neither {INDEX} nor {SINGLE}, but {seen}"])
+            entries, found = read(self.directory, SINGLE)
+            problems += found
+            return entries
+        placed: dict[str, set[str]] = {}
+        where = self._index()
+        for name, file in where.items():
+            placed.setdefault(file, set()).add(name)
+        every = {}
+        for file, names in sorted(placed.items()):
+            entries, found = read(self.directory, file)
+            problems += found
+            if found:
+                continue
+            problems += [f"{file} lacks {shown(name)}" for name in sorted(names - entries.keys())]
             problems += [
                 f"{file} holds {name}, which the index "
-                + (f"places in {self._where[name]}" if name in self._where else "does not know")
-                for name in sorted(stored - placed)
+                + (f"places in {where[name]}" if name in where else "does not know")
+                for name in sorted(entries.keys() - names)
             ]
+            every |= {name: entries[name] for name in names & entries.keys()}
+        return every
+
+    def _index(self) -> dict[str, str]:
+        """The file of each tensor, by its stored name."""
+        path, problems = self.directory / INDEX, []
+        try:
+            size = path.stat().st_size
+            if size > LIMIT:
+                raise ValueError(f"it has {size} bytes, wants at most {LIMIT}")
+            index = parse(
+                path.read_bytes(), lambda key: problems.append(f"holds {shown(key)} twice")
+            )
+        except (OSError, ValueError) as error:
+            self.fail([f"{INDEX} is no weight index: {error}"])
+        where = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(where, dict):
+            self.fail([f"{INDEX} is no weight index: it has no object weight_map"])
+        plain = {file for file in where.values() if isinstance(file, str)}
+        plain = set(filter(_is_plain, plain))
+        for name, file in where.items():
+            if not isinstance(file, str) or file not in plain:
+                problems.append(f"places {shown(name)} in {file!a:.80}, wants a file beside it")
+        self.fail([f"{INDEX} {problem}" for problem in problems])
+        return where
+
+
+def _is_plain(file: str) -> bool:
+    """Whether it is the name of a file in the directory itself."""
+    return file.isprintable() and file not in ("", "..") and Path(file).name == file

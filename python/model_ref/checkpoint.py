@@ -1,6 +1,7 @@
-"""Files and number formats: safetensors, bfloat16 and packed INT4, written by hand.
+"""Files and number formats: safetensors, bfloat16, FP8 and packed INT4, written by hand.
 
-A stored tensor is a pair (dtype name, array); BF16 is held as uint16, which numpy lacks.
+A stored tensor is a pair (dtype name, array); BF16 is held as uint16 and F8_E4M3 as uint8, which
+numpy lacks.
 """
 
 import json
@@ -12,12 +13,19 @@ Stored = tuple[str, np.ndarray]
 
 NUMPY = {
     "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F8_E4M3": np.dtype("u1"),
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }
 GROUP = 32  # input features that share an INT4 scale
+BLOCK = 128  # output and input features that share an FP8 scale
+E4M3 = np.array(  # the finite magnitudes of FP8, by their codes: three bits of mantissa, bias 7
+    [m / 8 * 2.0**-6 for m in range(8)]
+    + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
+)
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -28,6 +36,23 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """The nearest FP8, ties to the even code; beyond the largest, that. Sign in the top bit."""
+    above = np.clip(np.searchsorted(E4M3, abs(x)), 1, len(E4M3) - 1)
+    low, high = abs(x) - E4M3[above - 1], E4M3[above] - abs(x)
+    code = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
+    return (code | np.signbit(x) * 128).astype(np.uint8)
+
+
+def from_e4m3(code: np.ndarray) -> np.ndarray:
+    return np.where(code < 128, 1, -1) * E4M3[code & 127]
+
+
+def blocks(scale: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Each element's scale: [O, I], of scales [ceil(O / 128), ceil(I / 128)]."""
+    return np.repeat(np.repeat(scale, BLOCK, 0)[: shape[0]], BLOCK, 1)[:, : shape[1]]
 
 
 def quantize(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

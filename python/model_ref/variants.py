@@ -94,7 +94,7 @@ class Variant:
     yarn: dict | None = None  # factor, beta_*, mscale*, original_max_position_embeddings
     rope_spelling: str = "rope_scaling"  # or "rope_parameters"
     prompt: int = 24  # tokens
-    int4: bool = False  # routed experts in compressed-tensors INT4
+    format: str = "bf16"  # or f16, fp8 (all matrices of the layers), int4 (routed experts)
     wrapper: bool = False  # Kimi-K2.5's: text_config, language_model., a vision tower
     shards: int = 1
     embed_std: float = 1.0
@@ -204,14 +204,21 @@ VARIANTS = {
         prompt=70,
     ),
     "rope-halves": small("rope_interleave false", 2, {"rope_interleave": False}),
-    "int4": small("routed experts in INT4, group 32", 13, int4=True),
+    "int4": small("routed experts in INT4, group 32", 13, format="int4"),
     "int4-odd": small(
         "INT4 widths 160 and 96: multiples of 32 alone",
         25,
         {"hidden_size": 160, "moe_intermediate_size": 96},
-        int4=True,
+        format="int4",
         rope_spelling="rope_parameters",
     ),
+    "fp8": small(
+        "FP8 in blocks of 128, partial ones on every side: 192 = 128 + 64",
+        0,
+        {"hidden_size": 192, "intermediate_size": 144, "moe_intermediate_size": 160},
+        format="fp8",
+    ),
+    "f16": small("float16", 0, format="f16"),
     "vocab-odd": small("509 words", 32, {"vocab_size": 509}),
     "norm-tiny": small(
         "embeddings and latents so small that each eps matters, 1e-5 outside and 1e-6 inside",
@@ -225,7 +232,7 @@ VARIANTS = {
         KIMI,
         theta=50000.0,
         yarn=yarn(64.0, 16, 32, mscale=1.0, mscale_all_dim=1.0),
-        int4=True,
+        format="int4",
         wrapper=True,
         shards=3,
     ),
