@@ -59,7 +59,8 @@ def _read(directory: Path, config: ModelConfig) -> tuple[list[dict], list[str]]:
         rows = _rows(stored(Checkpoint(directory, config.prefix), config))
         checkpoint = Checkpoint(directory, config.prefix, config.skipped)
     except CheckpointError as error:
-        return [], str(error).splitlines()
+        first, *rest = str(error).splitlines()  # the directory's name, then what is wrong with it
+        return [], [line.strip() for line in rest] or [first]
     return rows, check(checkpoint, build, dtype=torch.bfloat16)
 
 
