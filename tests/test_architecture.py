@@ -81,12 +81,18 @@ def test_only_ops_include_torch(path):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.stem)
 def test_kernel_compiles_without_spills(path, tmp_path):
-    """Needs nvcc but neither a GPU nor a CUDA build of torch."""
+    """Nor has it static shared memory that launch does not reckon with.
+
+    Needs nvcc but neither a GPU nor a CUDA build of torch.
+    """
     command = (
         f"nvcc -std=c++20 -O3 --fmad=false -arch=sm_90a -Xptxas=-v -c {path} -o {tmp_path}/kernel.o"
     )
     report = subprocess.run(command.split(), capture_output=True, text=True, check=True).stderr
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
+    common = (ROOT / "csrc/cuda/common.cuh").read_text()
+    (static,) = re.findall(r"kStaticSmem = (\d+) \* 1024", common)
+    assert max(map(int, re.findall(r"(\d+) bytes smem", report)), default=0) <= int(static) * 1024
 
 
 def test_python_knows_the_header_s_constants():
