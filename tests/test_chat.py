@@ -190,7 +190,7 @@ def test_comparisons_see_what_was_written(tmp_path):
 )
 def test_what_cannot_be_followed_is_refused(tmp_path, template):
     template = deepseek(tmp_path, template)
-    assert template.encode(said("hi"))
+    assert template.encode(said("hi"))[0] in ("hi", '"hi"', "")
     with says(ValueError, "chat_template.jinja", "changes or looks for", "<"):
         template.encode(said("<think>"))
 

@@ -43,10 +43,14 @@ def test_streams_experts_and_logits(name, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens(name, dtype, device):
-    """Token by token what transformers would choose, wherever its margin exceeds our error.
+    """Token by token what transformers would choose, wherever its margin is clear of its own error
+    in this dtype, above which ours is by a fifth at most.
 
     In bfloat16 transformers takes our experts, whose choice the test above compares.
     """
+    golden = hf_models.golden(name, dtype)
+    forced = routes_of(golden) if dtype == "bfloat16" else None
+    own = np.abs(hf_models.own_logits(name, dtype, forced) - golden["prompt.logits"]).max()
     directory, prompt = hf_models.checkpoint(name, dtype), hf_models.prompt(name)
     length = len(prompt) + NEW
     engine = Engine(directory, device=str(device), dtype=dtype, max_seq_len=length)
@@ -57,10 +61,10 @@ def test_greedy_tokens(name, dtype, device):
     want = hf_models.exact_logits(directory, known, routes=routes)[len(prompt) - 1 :]
     got = float64(run.logits[0, len(prompt) - 1 :])
     assert len(tokens) == NEW and (got.argmax(1) == tokens).all()
-    error, best = np.abs(got - want).max(), np.sort(want, axis=1)
-    decided = best[:, -1] - best[:, -2] > 2 * error
-    assert decided.mean() >= {"float32": 1, "bfloat16": 0.3}[dtype], decided.mean()
-    assert (want.argmax(1) == tokens)[decided].all(), f"beyond a margin of 2 x {error:.3g}"
+    best = np.sort(want, axis=1)
+    decided = best[:, -1] - best[:, -2] > 2.5 * own
+    assert decided.mean() >= {"float32": 1, "bfloat16": 0.2}[dtype], decided.mean()
+    assert (want.argmax(1) == tokens)[decided].all(), f"beyond a margin of {2.5 * own:.3g}"
 
 
 @pytest.mark.parametrize("name", ["moonlight", "yarn-apart", "v2", "kimi-k25"])

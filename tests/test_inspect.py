@@ -112,6 +112,17 @@ def test_problems_are_all_named(copy, capsys):
     assert line.rstrip().endswith("not used")
 
 
+def test_a_layer_too_many_is_named(copy, capsys):
+    """As load_model does, which skips layers beyond the last only where they predict tokens."""
+    directory, tensors = copy
+    layers = facts(capsys, directory)["config"]["layers"]
+    tensors[f"model.layers.{layers}.input_layernorm.weight"] = torch.ones(128)
+    save_file(tensors, directory / FILE)
+    (problem,) = facts(capsys, directory)["problems"]
+    assert problem.startswith(f"model.layers.{layers}.* is beyond num_hidden_layers = {layers}")
+    assert run(capsys, directory)[0] == 1
+
+
 def test_missing_shard(tmp_path, capsys):
     directory = tmp_path / "model"
     shutil.copytree(variant("kimi"), directory)
@@ -125,17 +136,18 @@ def test_missing_shard(tmp_path, capsys):
 
 def test_tokenizer_and_chat_template(copy, capsys):
     directory, _ = copy
-    (directory / "tiktoken.model").touch()
-    assert facts(capsys, directory)["tokenizer"] == "tiktoken"
+    assert facts(capsys, directory)["tokenizer"] is None
     (directory / "tokenizer.json").touch()
-    assert facts(capsys, directory)["tokenizer"] == "tokenizers"
+    assert facts(capsys, directory)["tokenizer"] == "tokenizer.json"
+    (directory / "tiktoken.model").touch()
+    assert facts(capsys, directory)["tokenizer"] == "tiktoken.model"
     for text, has in (("{}", False), ('{"chat_template": "x"}', True)):
         (directory / "tokenizer_config.json").write_text(text)
         assert facts(capsys, directory)["chat_template"] is has
     (directory / "tokenizer_config.json").unlink()
     (directory / "chat_template.jinja").touch()
     assert facts(capsys, directory)["chat_template"] is True
-    assert "tokenizer: tokenizers, a chat template" in run(capsys, directory)[1]
+    assert "tokenizer: tiktoken.model, a chat template" in run(capsys, directory)[1]
 
 
 def test_mistakes(tmp_path, capsys):

@@ -101,13 +101,26 @@ def test_some_experts_in_int4_and_some_not(copy, no_memory):
     )
 
 
-def test_check_says_the_same(copy):
+def test_check_says_what_load_does(copy):
     directory, tensors = copy
     tensors["a"] = torch.zeros(2)
     save_file(tensors, directory / FILE)
-    problems = check(Checkpoint(directory), lambda w: w.take("b", 3), dtype=torch.float32)
+
+    def build(weights):
+        return weights.take("b", 3)
+
+    problems = check(Checkpoint(directory), build, dtype=torch.float32)
     assert problems[0] == "b is missing" and problems[1] == "a is not used by the model"
     assert len(problems) == 2 + len(tensors) - 1
+    with pytest.raises(CheckpointError) as error:
+        load(Checkpoint(directory), build, device="cpu", dtype=torch.float32)
+    assert str(error.value).splitlines()[1:] == [f"  {problem}" for problem in problems]
+
+
+def test_quantize_names_a_format(copy):
+    directory, _ = copy
+    with says(ValueError, "quantize is 'int8', wants None or 'int4'"):
+        load_model(directory, device="cpu", dtype=torch.float32, quantize="int8")
 
 
 def shard(directory, tensors):

@@ -19,6 +19,7 @@ from kdtree.config import from_hf
         ({"activation_scheme": "static"}, "activation_scheme is 'static', supported: 'dynamic'"),
         ({"scale_fmt": "x"}, "scale_fmt is 'x', supported: 'ue8m0'"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' None is not supported, supported:"),
+        ({"bits": 8}, "quantization_config has unsupported keys: bits"),
         ({"scale_fmt": "ue8m0"}, None),
     ],
 )
@@ -41,6 +42,8 @@ def test_fp8_configs(change, message):
         ("weights", {"dynamic": True}, "group_0: dynamic is True, supported: False"),
         ("group", {"input_activations": {"num_bits": 8}}, "group_0: input_activations is {"),
         ("group", {"weights": 4}, "group_0: weights is 4, wants an object"),
+        ("group", {"rotation": 1}, "group_0 has unsupported keys: rotation"),
+        ("weights", {"zero_point": 3}, "group_0 has unsupported keys: zero_point"),
         ("all", {"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported"),
         ("all", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is {"),
         ("all", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is {"),

@@ -1,7 +1,7 @@
 """What a model directory holds, and all that is wrong with it.
 
 Reads config and safetensors headers: tensors by part and format, the config in the library's terms,
-the kind of tokenizer. Exit code 1 if a tensor is missing, unused or mis-shaped.
+the tokenizer's file. Exit code 1 if a tensor is missing, unused or mis-shaped.
 """
 
 import argparse
@@ -17,14 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kdtree.cli import units
-from kdtree.config import ModelConfig, load, read_json
+from kdtree.config import ModelConfig, load
 from kdtree.errors import CheckpointError
-from kdtree.models import Deepseek
+from kdtree.models import Deepseek, check_skipped
 from kdtree.plan import stored
 from kdtree.plan.tensors import PARTS, Tensors
+from kdtree.text import has_chat_template, tokenizer_file
 from kdtree.weights import Checkpoint, check
-
-TOKENIZERS = {"tokenizer.json": "tokenizers", "tiktoken.model": "tiktoken"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         "model": str(directory),
         "config": asdict(config),
         "tensors": rows,
-        "tokenizer": _tokenizer(directory),
-        "chat_template": _has_chat_template(directory),
+        "tokenizer": tokenizer_file(directory),
+        "chat_template": has_chat_template(directory),
         "problems": problems,
     }
     if arguments.json:
@@ -61,7 +60,8 @@ def _read(directory: Path, config: ModelConfig) -> tuple[list[dict], list[str]]:
     except CheckpointError as error:
         first, *rest = str(error).splitlines()  # the directory's name, then what is wrong with it
         return [], [line.strip() for line in rest] or [first]
-    return rows, check(checkpoint, build, dtype=torch.bfloat16)
+    problems = check_skipped(config, checkpoint)
+    return rows, problems + check(checkpoint, build, dtype=torch.bfloat16)
 
 
 def _rows(tensors: Iterator[Tensors]) -> list[dict]:
@@ -86,19 +86,6 @@ def _rows(tensors: Iterator[Tensors]) -> list[dict]:
     order = {part: index for index, part in enumerate(PARTS)}
     keys = sorted(rows, key=lambda key: (order.get(key[0], len(PARTS)), key))
     return [rows[key] | {"dtypes": sorted(rows[key]["dtypes"])} for key in keys]
-
-
-def _tokenizer(directory: Path) -> str | None:
-    """The kind of tokenizer, by the file that there is."""
-    found = (kind for file, kind in TOKENIZERS.items() if (directory / file).is_file())
-    return next(found, None)
-
-
-def _has_chat_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").is_file():
-        return True
-    config = directory / "tokenizer_config.json"
-    return config.is_file() and bool(read_json(config).get("chat_template"))
 
 
 def _show(facts: dict, config: ModelConfig) -> None:

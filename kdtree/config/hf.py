@@ -99,8 +99,8 @@ def _text_model(keys: Keys, eos_ids: tuple[int, ...], wrapper: Wrapper | None) -
 def read_json(path: Path) -> dict:
     """The object in a JSON file; raises ConfigError where there is none."""
     try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, wants an object")

@@ -7,6 +7,12 @@ from collections.abc import Mapping
 
 from kdtree.errors import ConfigError
 
+# Keys that say which tensors are quantised, how the numbers were found, or what checks itself here.
+_IGNORED = frozenset(
+    """quant_method quantization_status global_compression_ratio ignore version config_groups
+    modules_to_not_convert ignored_layers targets weights observer observer_kwargs block_structure
+    scale_dtype zp_dtype""".split()
+)
 # The supported values of each key; None where the key may be absent.
 _FP8 = {
     "fmt": ("e4m3", None),
@@ -66,6 +72,9 @@ def _mapping(name: str, value: object) -> dict:
 
 
 def _check(where: str, config: dict, supported: Mapping[str, tuple]) -> None:
+    known = _IGNORED | supported.keys()
+    if unknown := sorted(key for key in config if key not in known and config[key] is not None):
+        raise ConfigError(f"{where} has unsupported keys: {', '.join(unknown)}")
     for key, options in supported.items():
         value = config.get(key)
         if not any(value == option and type(value) is type(option) for option in options):

@@ -56,7 +56,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' matrices, stacked; INT4 where the checkpoint has them so."""
+    """The routed experts' matrices, stacked; INT4 where they are stored or wanted so."""
 
     def __init__(self, config: MoeConfig, hidden: int, w: Weights):
         super().__init__()

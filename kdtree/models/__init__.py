@@ -1,15 +1,15 @@
 """Models, from their directories. One module list serves all families; see config/families.py."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from kdtree.config import ModelConfig
 from kdtree.config import load as load_config
-from kdtree.errors import CheckpointError
 from kdtree.models.deepseek import Deepseek
 from kdtree.weights import Checkpoint, Progress, load
 
-__all__ = ["Deepseek", "load_model"]
+__all__ = ["Deepseek", "check_skipped", "load_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +37,30 @@ def load_model(
         return Deepseek(config, weights, positions or config.max_positions)
 
     checkpoint = Checkpoint(Path(directory), config.prefix, config.skipped)
-    _report_skipped(config, checkpoint)
+    checkpoint.fail(check_skipped(config, checkpoint))
+    for prefix, names in _skipped(config, checkpoint):
+        logger.warning("skipped %s* (%s), tensors: %d", prefix, _what(config, prefix), len(names))
     how = {"device": device, "dtype": dtype, "quantize": quantize, "progress": progress}
     return load(checkpoint, build, **how)
 
 
-def _report_skipped(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Says which tensors are not loaded, and makes sure that they are what the rules are for."""
+def check_skipped(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
+    """What is wrong with the tensors that are skipped: they must be what the rules are for."""
+    return [
+        f"{prefix}* is beyond num_hidden_layers = {config.layers}, and no layer of"
+        f" {_what(config, prefix)}, which would have eh_proj.weight"
+        for prefix, names in _skipped(config, checkpoint)
+        if prefix in config.mtp and f"{prefix}eh_proj.weight" not in names
+    ]
+
+
+def _skipped(config: ModelConfig, checkpoint: Checkpoint) -> Iterator[tuple[str, list[str]]]:
+    """The prefixes of skipped tensors that there are, and their names as stored."""
     for prefix in config.skipped:
         names = [name for name in checkpoint.skipped if name.startswith(prefix)]
-        if not names:
-            continue
-        what = "images"
-        if prefix in config.mtp:
-            what = "multi-token prediction"
-            if f"{prefix}eh_proj.weight" not in names:
-                raise CheckpointError(
-                    f"{checkpoint.directory}: {prefix}* is beyond num_hidden_layers ="
-                    f" {config.layers}, and no layer of {what}, which would have eh_proj.weight"
-                )
-        logger.warning("skipped %s* (%s), tensors: %d", prefix, what, len(names))
+        if names:
+            yield prefix, names
+
+
+def _what(config: ModelConfig, prefix: str) -> str:
+    return "multi-token prediction" if prefix in config.mtp else "images"

@@ -87,6 +87,12 @@ class ChatTemplate:
         return chosen[0]
 
 
+def has_chat_template(directory: str | Path) -> bool:
+    """Whether load_chat_template finds one, right or wrong."""
+    path = Path(directory) / "chat_template.jinja"
+    return path.is_file() or read_config(Path(directory)).get("chat_template") is not None
+
+
 def load_chat_template(directory: str | Path, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     """chat_template.jinja, else "chat_template" of tokenizer_config.json.
 

@@ -6,19 +6,23 @@ from kdtree.text.byte_level import ByteLevelTokenizer
 from kdtree.text.tokenizer import Tokenizer
 
 TOKENIZERS = "tokenizer.json (byte-level BPE), tiktoken.model (Kimi)"
+FILES = ("tiktoken.model", "tokenizer.json")
 
 
-def load_tokenizer(directory: str | Path) -> Tokenizer | None:
-    """The tokenizer of the file that is there: tokenizer.json or tiktoken.model; None of neither.
+def tokenizer_file(directory: str | Path) -> str | None:
+    """The file that the tokenizer is read from: tiktoken.model or tokenizer.json; None of neither.
 
     Where both are, tiktoken.model is taken: that is what Kimi's checkpoints are published with, a
     tokenizer.json beside it is somebody's conversion.
-    Raises as the tokenizers do.
     """
-    if (Path(directory) / "tiktoken.model").is_file():
+    return next((file for file in FILES if (Path(directory) / file).is_file()), None)
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer | None:
+    """The tokenizer of the file that is there, None without one. Raises as the tokenizers do."""
+    file = tokenizer_file(directory)
+    if file == "tiktoken.model":
         from kdtree.text.kimi import KimiTokenizer  # tiktoken is imported where it is needed alone
 
         return KimiTokenizer(directory)
-    if (Path(directory) / "tokenizer.json").is_file():
-        return ByteLevelTokenizer(directory)
-    return None
+    return ByteLevelTokenizer(directory) if file else None

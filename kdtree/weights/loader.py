@@ -46,6 +46,8 @@ def load(
     Raises CheckpointError, naming every missing, unused or mis-shaped tensor before it takes
     memory; and, once all is read, every tensor that holds a NaN or an infinity.
     """
+    if quantize not in (None, "int4"):
+        raise ValueError(f"quantize is {quantize!r}, wants None or 'int4'")
     plan = _Plan(checkpoint)
     checkpoint.fail(plan.problems(build, dtype, quantize))
     device, reading = torch.device(device), reading or Reading()
