@@ -78,6 +78,15 @@ def test_headers_that_the_config_contradicts(copy, capsys):
     assert f"head: the headers hold 0 parameters, the config implies {lost:,}" in out
 
 
+def test_experts_that_the_config_knows_nothing_of(copy, capsys):
+    directory = copy("base")
+    config = json.loads((directory / "config.json").read_text())
+    config["first_k_dense_replace"] = config["num_hidden_layers"]
+    (directory / "config.json").write_text(json.dumps(config))
+    code, out, _ = run(capsys, directory)
+    assert code == 0 and "routed experts: the headers hold" in out
+
+
 def test_incomplete_directories(copy, tmp_path):
     directory = copy("kimi")
     whole = read(directory / "config.json")

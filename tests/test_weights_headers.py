@@ -53,8 +53,25 @@ def test_giant_index(tmp_path):
 def test_no_weights(tmp_path, others):
     for name in others:
         (tmp_path / name).touch()
-    seen = ", ".join(sorted(others)) or "no other weights"
-    with says(CheckpointError, f"it holds neither {INDEX} nor {FILE}, but {seen}"):
+    seen = f", but {', '.join(sorted(others))}" if others else " nor other weights"
+    with says(CheckpointError, f"it holds neither {INDEX} nor {FILE}{seen}"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", [INDEX, FILE])
+@pytest.mark.parametrize("kind", ["folder", "loop", "pipe", "device"])
+def test_no_regular_file(tmp_path, name, kind):
+    path = tmp_path / name
+    make = {
+        "folder": path.mkdir,
+        "loop": lambda: path.symlink_to(path),
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+    }
+    make[kind]()
+    with says(CheckpointError, name):
+        Checkpoint(tmp_path)
+    with says(CheckpointError, "no regular file" if kind != "loop" else name):
         Checkpoint(tmp_path)
 
 

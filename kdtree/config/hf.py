@@ -17,6 +17,7 @@ from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, Y
 from kdtree.config.quantization import check_quantization
 from kdtree.errors import ConfigError
 
+MOST_LAYERS, MOST_EXPERTS = 1 << 10, 1 << 12  # tensors are named one by one before any is seen
 INNER_NORM_EPS = 1e-6  # what the reference code builds the two inner norms with
 
 
@@ -72,7 +73,7 @@ def _text_model(keys: Keys, eos_ids: tuple[int, ...], wrapper: Wrapper | None) -
     keys.one_of("hidden_act", ("silu",), "silu")
     keys.one_of("attention_bias", (False,), False)
     keys.one_of("mlp_bias", (False,), False)
-    layers = keys.whole("num_hidden_layers")
+    layers = keys.whole("num_hidden_layers", most=MOST_LAYERS)
     model = ModelConfig(
         vocab=keys.whole("vocab_size"),
         hidden=keys.whole("hidden_size"),
@@ -182,7 +183,8 @@ def _moe(keys: Keys, family: Family, layers: int) -> MoeConfig | None:
     keys.one_of("moe_layer_freq", (1,), 1)
     keys.one_of("scoring_func", (family.scoring,), family.scoring)
     keys.stated("n_shared_experts")
-    experts, k = keys.whole("n_routed_experts"), keys.whole("num_experts_per_tok")
+    experts = keys.whole("n_routed_experts", most=MOST_EXPERTS)
+    k = keys.whole("num_experts_per_tok")
     groups, kept = _groups(keys, family, experts, k)
     moe = MoeConfig(
         experts=experts,
@@ -220,4 +222,4 @@ def _groups(keys: Keys, family: Family, experts: int, k: int) -> tuple[int, int]
 
 def _mtp_layers(keys: Keys) -> int:
     names = ("num_nextn_predict_layers", "num_mtp_layers")
-    return agreed({name: keys.whole(name, None, least=0) for name in names}) or 0
+    return agreed({name: keys.whole(name, None, least=0, most=MOST_LAYERS) for name in names}) or 0

@@ -6,6 +6,7 @@ from typing import TypeVar
 from kdtree.errors import ConfigError
 
 T = TypeVar("T")
+LARGEST = 1 << 24  # of a dimension or a number of positions; no model comes near it
 
 
 class Keys:
@@ -37,12 +38,15 @@ class Keys:
         if not isinstance(named, list) or not set(map(str, named)) <= set(supported):
             raise ConfigError(f"architectures is {named!r}, supported: {', '.join(supported)}")
 
-    def whole(self, name: str, *default, least: int = 1) -> int:
+    def whole(self, name: str, *default, least: int = 1, most: int = LARGEST) -> int:
+        """An integer within bounds, or a default."""
         value = self.take(name, *default)
         if default and value is default[0]:
             return value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} is {value!r}, wants an integer of at least {least}")
+        if value > most:
+            raise ConfigError(f"{name} is {float(min(value, 10**300)):.6g}, wants at most {most}")
         return value
 
     def real(self, name: str, *default, least: float = 0.0) -> float:
@@ -52,7 +56,7 @@ class Keys:
             return float(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not least < value < 1e30:
-            raise ConfigError(f"{name} is {value!r}, wants a finite number above {least}")
+            raise ConfigError(f"{name} is {value!r:.40}, wants a finite number above {least}")
         return float(value)
 
     def mapping(self, name: str) -> dict:

@@ -210,7 +210,7 @@ def _floor(
     weights = {}
     for part in parts:
         read, used = 1.0, 1.0  # the shares that memory delivers, and that each node multiplies with
-        if part.part == ROUTED:
+        if part.part == ROUTED and m:  # headers may hold what the config knows nothing of
             read, used = experts / m.experts, m.experts_per_token / m.experts
         elif part.part == "embedding" and not config.tied:
             continue  # N rows of it

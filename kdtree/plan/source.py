@@ -1,5 +1,6 @@
 """Where a plan's tensors come from: a model directory's headers, or a config.json alone."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def read(path: Path) -> Source:
         return Source(config, tuple(expected(config, storage(raw))), False, ())
     config = load(path)
     implied = tuple(expected(config, storage(read_json(path / "config.json"))))
-    if not any((path / name).is_file() for name in (INDEX, SINGLE)):
+    if not any(os.path.lexists(path / name) for name in (INDEX, SINGLE)):
         return Source(config, implied, False, ())
     tensors = tuple(stored(Checkpoint(path, config.prefix), config))
     return Source(config, tensors, True, _disagreements(tensors, implied))

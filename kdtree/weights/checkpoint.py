@@ -95,11 +95,12 @@ class Checkpoint:
 
     def _read(self, problems: list[str]) -> dict[str, Entry]:
         """Every tensor by its stored name, where the index says that it is."""
-        if not (self.directory / INDEX).is_file():
-            if not (self.directory / SINGLE).is_file():
+        if not os.path.lexists(self.directory / INDEX):
+            if not os.path.lexists(self.directory / SINGLE):
                 others = (path.name for path in self.directory.glob("*") if path.suffix in OTHERS)
-                seen = ", ".join(map(shown, sorted(others))) or "no other weights"
-                self.fail([f"it holds neither {INDEX} nor {SINGLE}, but {seen}"])
+                seen = ", ".join(map(shown, sorted(others)))
+                but = f", but {seen}" if seen else " nor other weights"
+                self.fail([f"it holds neither {INDEX} nor {SINGLE}{but}"])
             entries, found = read(self.directory, SINGLE)
             problems += found
             return entries
@@ -126,6 +127,8 @@ class Checkpoint:
         """The file of each tensor, by its stored name."""
         path, problems = self.directory / INDEX, []
         try:
+            if not path.is_file():
+                raise ValueError("it is no regular file")
             size = path.stat().st_size
             if size > LIMIT:
                 raise ValueError(f"it has {size} bytes, wants at most {LIMIT}")

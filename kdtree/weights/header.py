@@ -6,6 +6,7 @@ is taken. Whatever is accepted here the library accepts too, and reads alike.
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -59,8 +60,10 @@ def read(directory: Path, file: str) -> tuple[dict[str, Entry], list[str]]:
     """The tensors of a file by name, and everything that is wrong with it, each with the file."""
     path, problems = directory / file, []
     try:
-        if not path.is_file():
+        if not os.path.lexists(path):
             return {}, [f"{file} is missing: is the download complete?"]
+        if not path.is_file():
+            return {}, [f"{file} is no regular file"]
         size = path.stat().st_size
         with path.open("rb") as stream:
             length = int.from_bytes(stream.read(LENGTH), "little")
