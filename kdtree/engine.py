@@ -162,6 +162,11 @@ class Engine:
         add_generation_prompt: bool = True,
     ) -> Iterator[Chunk]:
         """The next message of one conversation, a chunk a round; arguments and errors as chat."""
+        conversations, single = options.conversations(messages)
+        if not single:
+            raise ValueError(
+                f"stream_chat takes one conversation, not a list of {len(conversations)}"
+            )
         asked = (tools, chat_template_kwargs, add_generation_prompt)
         _, ids = self._template().encode(messages, *asked)
         return self.stream(ids, params)

@@ -10,7 +10,7 @@ import pytest
 
 from kdtree.cache import PAGE
 from kdtree.tree import MAX_DEPTH, MAX_NODES
-from kdtree.weights.loader import GROUP
+from kdtree.weights.formats import GROUP
 
 ROOT = Path(__file__).parent.parent
 KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
@@ -23,8 +23,8 @@ SOURCES = [
 ]
 
 # A module may import those left of it, never those right of it.
-LAYERS = """errors checks config sampling outputs ops text tree cache weights layers models plan
-verify state drafters request record phases options engine cli __main__""".split()
+LAYERS = """errors checks files config sampling outputs ops text tree cache weights layers models
+plan verify state drafters request record phases options engine cli __main__""".split()
 
 
 def imports(path: Path) -> set[str]:

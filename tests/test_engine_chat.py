@@ -126,6 +126,11 @@ def test_what_is_no_list_of_messages(engine, messages):
         engine.stream_chat(messages, SHORT)
 
 
+def test_a_stream_is_of_one_conversation(engine):
+    with says(ValueError, "stream_chat takes one conversation, not a list of 2"):
+        engine.stream_chat([ASK, ASK], SHORT)
+
+
 def test_messages_and_params_that_make_no_sense(engine):
     with says(TypeError, "messages holds 'hi'"):
         engine.chat(["hi"], SHORT)

@@ -1,6 +1,5 @@
 """Reads a Hugging Face config.json: every key by name, nothing guessed, nothing ignored unsaid."""
 
-import json
 from pathlib import Path
 
 from kdtree.checks import is_whole
@@ -16,6 +15,7 @@ from kdtree.config.keys import Keys, agreed
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
 from kdtree.config.quantization import check_quantization
 from kdtree.errors import ConfigError
+from kdtree.files import read_object
 
 MOST_LAYERS, MOST_EXPERTS = 1 << 10, 1 << 12  # tensors are named one by one before any is seen
 INNER_NORM_EPS = 1e-6  # what the reference code builds the two inner norms with
@@ -99,13 +99,7 @@ def _text_model(keys: Keys, eos_ids: tuple[int, ...], wrapper: Wrapper | None) -
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file; raises ConfigError where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, wants an object")
-    return value
+    return read_object(path, ConfigError)
 
 
 def _end_ids(configs: list[dict]) -> tuple[int, ...]:

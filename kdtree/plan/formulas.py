@@ -8,7 +8,7 @@ the latents once a layer; activations, far below both, are left out.
 from kdtree.cache import PAGE
 from kdtree.config import ModelConfig
 from kdtree.tree import MAX_NODES
-from kdtree.weights.loader import GROUP
+from kdtree.weights.formats import GROUP
 
 LATENT = 2  # bytes of a cached bfloat16
 ROTARY = 4  # bytes of an entry of the rotary table, float32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kdtree.config import ModelConfig
 from kdtree.errors import ConfigError
 from kdtree.weights import Checkpoint
-from kdtree.weights.loader import GROUP
+from kdtree.weights.formats import GROUP, fp8_scale_shape
 
 ROUTED = "routed experts"
 PARTS = (
@@ -27,7 +27,6 @@ PARTS = (
 )
 MTP = "MTP layers"
 UNKNOWN = "unknown"
-FP8_BLOCK = 128  # rows and columns that share an FP8 scale
 HELD = 2  # bytes of a bfloat16
 # The first of these words in a tensor's name says its part.
 _WORDS = {
@@ -163,9 +162,10 @@ def expected(config: ModelConfig, storage: str) -> Iterator[Tensors]:
     dtype = storage if storage not in ("int4", "fp8") else "bfloat16"
     for part, name, shape, count in _matrices(config):
         if storage == "fp8":
-            blocks = tuple(-(-side // FP8_BLOCK) for side in shape)
             yield Tensors(part, f"{name}.weight", shape, "float8_e4m3fn", count)
-            yield Tensors(part, f"{name}.weight_scale_inv", blocks, "float32", count)
+            yield Tensors(
+                part, f"{name}.weight_scale_inv", fp8_scale_shape(shape), "float32", count
+            )
         elif storage == "int4" and part == ROUTED:
             out, features = shape
             yield Tensors(part, f"{name}.weight_packed", (out, features // 8), "int32", count)

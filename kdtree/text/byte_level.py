@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 
 from kdtree.errors import CheckpointError, ConfigError
-from kdtree.text.files import read_json
+from kdtree.files import read_object
 from kdtree.text.tokenizer import Tokenizer
 
 
@@ -22,7 +22,7 @@ class ByteLevelTokenizer(Tokenizer):
 
     def __init__(self, directory: str | Path):
         path = Path(directory) / "tokenizer.json"
-        data = read_json(path)
+        data = read_object(path, CheckpointError)
         if not _is_byte_level(data.get("decoder") or {}):
             raise ConfigError(f"{path} has another decoder than ByteLevel, the supported one")
         try:

@@ -1,28 +1,17 @@
 """The JSON files of a tokenizer."""
 
-import json
 from pathlib import Path
 
 from kdtree.errors import CheckpointError, ConfigError
+from kdtree.files import read_object
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def read_json(path: Path) -> dict:
-    """Raises CheckpointError where the file cannot be read or is no JSON object."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a {type(data).__name__}, wants an object")
-    return data
 
 
 def read_config(directory: Path) -> dict:
     """tokenizer_config.json; empty where there is none."""
     path = directory / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_object(path, CheckpointError) if path.is_file() else {}
 
 
 def named_tokens(config: dict) -> dict[str, str]:
