@@ -20,15 +20,16 @@ def top_logprobs(b: Bench) -> Iterator[Case]:
 
 
 def tree_build(b: Bench) -> Iterator[Case]:
-    for N, J, M in ((8, 7, 16), (64, 15, 16)):
-        score = b.rand(1, J, M, dtype=torch.float32).sub(2).sort(-1, descending=True).values
+    for N, J, M, edges in ((8, 7, 16, 0), (64, 15, 16, 0), (16, 7, 16, 1), (64, 7, 16, 1)):
+        lists = (1, J, M, M) if edges else (1, J, M)
+        score = b.rand(*lists, scale=3, dtype=torch.float32).log_softmax(-1)
         candidate = b.ints(1, J, M, high=b.size.W, dtype=torch.int64)
         operands = score, candidate, b.tensor([1], torch.int64), N - 1
         run, plain = partial(ops.tree_build, *operands), partial(eager.tree_build, *operands)
         got = run()
         assert [got[0][0].tolist(), got[1][0].tolist()] == [*plain()], "tree_build: another tree"
-        moved = J * M * 12 + N * 28
-        shape = {"B": 1, "N": N, "J": J, "M": M}
+        moved = score.nbytes + candidate.nbytes + N * 28
+        shape = {"B": 1, "N": N, "J": J, "M": M} | ({"edges": 1} if edges else {})
         yield Case(shape, run, moved, 0, ("heap in Python", plain), on_host=True)
 
 

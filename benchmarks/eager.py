@@ -107,12 +107,13 @@ def tree_build(
 ) -> tuple[list[int], list[int]]:
     """Token and parent of the best-first tree's nodes, by a heap in Python."""
     scores, tokens = score[0].cpu().numpy(), candidate[0].tolist()
-    token, parent, depth = root.tolist(), [-1], [0]
+    token, parent, depth, place = root.tolist(), [-1], [0], [0]
     heap = []
 
     def push(node: int, total: np.float32) -> None:
         if depth[node] < len(scores):
-            for rank, s in enumerate(scores[depth[node]]):
+            row = scores[depth[node]]
+            for rank, s in enumerate(row if row.ndim == 1 else row[place[node]]):
                 best = total + min(s, np.float32(0))
                 heapq.heappush(heap, (-best, depth[node] + 1, node, rank))
 
@@ -122,6 +123,7 @@ def tree_build(
         token.append(tokens[at - 1][rank])
         parent.append(above)
         depth.append(at)
+        place.append(rank)
         push(len(token) - 1, -cost)
     return token, parent
 
