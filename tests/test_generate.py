@@ -159,13 +159,13 @@ def test_one_generation_at_a_time(kind, end, device):
 
 def test_a_closed_stream_frees_the_engine_whoever_holds_it(device, monkeypatch):
     """Some Pythons keep the locals of a closed generator alive, and so the run that it reads."""
-    engine, held = engine_of(device), []
+    want, engine, held = alone(device, STORY), engine_of(device), []
     run = engine._run
     monkeypatch.setattr(engine, "_run", lambda requests: held.append(run(requests)) or held[-1])
     chunks = engine.stream(STORY, FREE)
     next(chunks)
     chunks.close()
-    assert outcome(engine.generate(STORY, FREE)) == outcome(alone(device, STORY))
+    assert outcome(engine.generate(STORY, FREE)) == outcome(want)
     assert len(held) == 2
 
 
