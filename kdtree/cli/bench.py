@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kdtree import Engine, Result, SamplingParams
+from kdtree.checks import whole
 from kdtree.cli import draw, machine, options
 from kdtree.cli.demo import ORACLE, PROMPT, WARM_UP
 
@@ -24,6 +25,7 @@ PROMPTS = [
     "class Cache:\n    def __init__(self, size):\n        self.size = size\n",
     "To install the package, run the following command in a terminal. If you want to",
 ]
+MOST_RUNS = 1000
 PHASES = ("draft", "forward", "verify", "commit")
 
 
@@ -36,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable; default ngram; oracle[:ACCURACY] is an upper bound",
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=options.whole, default=128, metavar="N")
+    parser.add_argument("--temperature", type=options.real, default=0.0, metavar="T")
+    parser.add_argument("--seed", type=options.whole, default=0)
     parser.add_argument(
-        "--repeat", type=int, default=3, metavar="R", help="runs; the median counts"
+        "--repeat", type=options.whole, default=3, metavar="R", help="runs; the median counts"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.set_defaults(run=run)
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         ignore_eos=True,
     )
     drafters = ["none", *(arguments.drafter or ["ngram"])]
+    options.check(arguments, drafters)
     rows, reference = [], None
     with draw.progress(len(drafters) + 1) as bar:
         for name in drafters:
@@ -87,8 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def decode(engine: Engine, prompts: list[str], params: SamplingParams, repeat: int) -> list[Result]:
     """A Result per prompt, in one call: of `repeat` calls the one of median decoding time."""
-    if repeat < 1:
-        raise ValueError(f"repeat is {repeat}, wants at least 1")
+    whole("repeat", repeat, 1, MOST_RUNS)
     few = WARM_UP if params.max_tokens is None else min(WARM_UP, params.max_tokens)
     engine.generate(prompts[0], replace(params, max_tokens=few))
     runs = [engine.generate(prompts, params) for _ in range(repeat)]

@@ -29,9 +29,9 @@ ORACLE = "UPPER BOUND: the oracle drafter is fed with the tokens of the AR run, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=options.whole, default=128, metavar="N")
+    parser.add_argument("--temperature", type=options.real, default=0.0, metavar="T")
+    parser.add_argument("--seed", type=options.whole, default=0)
     parser.add_argument("--drafter", default=DRAFTER, help=f"default {DRAFTER}; oracle[:ACCURACY]")
     options.add_engine(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     params = SamplingParams(
         max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed
     )
+    options.check(arguments, [arguments.drafter])
     with draw.progress(3) as bar:
         bar.begin("autoregressive")
         ar = _timed(options.plain(arguments, bar.load), arguments.prompt, params)

@@ -30,19 +30,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--max-tokens", type=int, metavar="N", help="default: to the context's end"
+        "--max-tokens", type=options.whole, metavar="N", help="default: to the context's end"
     )
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sampling.add_argument("--seed", type=int, default=0)
-    sampling.add_argument("--n", type=int, default=1, help="completions")
+    sampling.add_argument(
+        "--temperature", type=options.real, default=0.0, metavar="T", help="0: greedy"
+    )
+    sampling.add_argument("--top-k", type=options.whole, default=0, metavar="K", help="0: all")
+    sampling.add_argument("--top-p", type=options.real, default=1.0, metavar="P")
+    sampling.add_argument("--min-p", type=options.real, default=0.0, metavar="P")
+    sampling.add_argument("--seed", type=options.whole, default=0)
+    sampling.add_argument("--n", type=options.whole, default=1, help="completions")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
-    sampling.add_argument("--stop-token-ids", type=int, action="append", default=[], metavar="ID")
+    sampling.add_argument(
+        "--stop-token-ids", type=options.whole, action="append", default=[], metavar="ID"
+    )
     sampling.add_argument("--ignore-eos", action="store_true")
-    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    sampling.add_argument("--logprobs", type=int, metavar="K", help="list the K best of each token")
+    sampling.add_argument("--min-tokens", type=options.whole, default=0, metavar="N")
+    sampling.add_argument(
+        "--logprobs", type=options.whole, metavar="K", help="list the K best of each token"
+    )
     parser.add_argument("--stats", action="store_true", help="statistics, on stderr")
     parser.add_argument("--trace", action="store_true", help="every round's tree, on stderr")
     parser.set_defaults(run=run)

@@ -16,8 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kdtree.checks import whole
-from kdtree.cli import units
+from kdtree.checks import shown, whole
+from kdtree.cli import options, units
 from kdtree.plan import Machine, Plan, Source, formulas, make_plan, read
 from kdtree.plan.tensors import PARTS
 from kdtree.tree import MAX_NODES
@@ -29,12 +29,16 @@ PEAK = units.show(formulas.PEAK, "FLOP/s")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="DIR|config.json")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="that share the model")
+    parser.add_argument(
+        "--gpus", type=options.whole, default=1, metavar="N", help="that share the model"
+    )
     parser.add_argument("--gpu-memory", default="141GB", metavar="SIZE", help="of each; 141GB")
     parser.add_argument(
         "--reserve", default="6GB", metavar="SIZE", help="of it, for all but weights and cache; 6GB"
     )
-    parser.add_argument("--context", type=int, metavar="N", help=f"tokens before a step; {CONTEXT}")
+    parser.add_argument(
+        "--context", type=options.whole, metavar="N", help=f"tokens before a step; {CONTEXT}"
+    )
     parser.add_argument("--nodes", default="1,4,8,16,32,64", metavar="N,N", help="1,4,8,16,32,64")
     parser.add_argument("--bandwidth", default=BANDWIDTH, help=f"of memory; {BANDWIDTH}")
     parser.add_argument("--peak", default=PEAK, help=f"of bfloat16 products; {PEAK}")
@@ -74,10 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _nodes(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= MAX_NODES for word in words):
-        raise ValueError(f"nodes is {text!r}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
-    return sorted({int(word) for word in words})
+    allowed = {str(nodes): nodes for nodes in range(1, MAX_NODES + 1)}
+    words = {word.strip() for word in text.split(",")}
+    if not words <= allowed.keys():
+        raise ValueError(f"nodes is {shown(text)}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
+    return sorted(allowed[word] for word in words)
 
 
 def _skipped(source: Source) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kdtree.checks import shown
 from kdtree.config import ModelConfig
 from kdtree.errors import CapacityError
 from kdtree.plan import formulas
@@ -138,7 +139,7 @@ def make_plan(
     not the context.
     """
     if context > config.max_positions:
-        raise CapacityError(f"context is {context}, the model has {config.max_positions}")
+        raise CapacityError(f"context is {shown(context)}, the model has {config.max_positions}")
     tensors = [each for each in tensors if each.part in PARTS]
     has_int4 = any("int4" == each.held_as(int4) for each in tensors)
     legal = formulas.legal_sizes(config, has_int4)
