@@ -7,6 +7,7 @@ code 1 if they differ). A speed-up stands beside its acceptance length.
 import argparse
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -105,6 +106,7 @@ def summary(results: list[Result], reference: list[Result]) -> dict:
     decode_s = sum(m.decode_s for m in metrics)
     prefill_s = sum(m.prefill_s for m in metrics)
     phases = metrics[-1].phases  # they run on through a call
+    offered, accepted = _sums(m.offered for m in metrics), _sums(m.accepted for m in metrics)
     base_s = sum(r.metrics.decode_s for r in reference)
     return {
         "prompts": len(metrics),
@@ -118,9 +120,14 @@ def summary(results: list[Result], reference: list[Result]) -> dict:
         "speedup": _ratio(base_s, decode_s),
         "ms_per_round": 1e3 * _ratio(decode_s, rounds),
         "phases_ms": {name: 1e3 * _ratio(phases.get(name, 0.0), rounds) for name in PHASES},
-        "histogram": [sum(n) for n in zip_longest(*(m.histogram for m in metrics), fillvalue=0)],
+        "histogram": _sums(m.histogram for m in metrics),
+        "acceptance_by_depth": [_ratio(a, n) for a, n in zip(accepted, offered, strict=True)],
         "identical": [r.token_ids for r in results] == [r.token_ids for r in reference],
     }
+
+
+def _sums(counts: Iterable[list[int]]) -> list[int]:
+    return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
 
 
 def _ratio(a: float, b: float) -> float:
@@ -152,5 +159,7 @@ def _show(rows: list[dict], facts: dict) -> None:
     for row in rows[1:]:
         counts = ", ".join(f"{size}: {n}" for size, n in enumerate(row["histogram"]) if n)
         console.print(f"{row['drafter']}: rounds by tokens emitted: {counts}")
+        if row["acceptance_by_depth"]:
+            console.print(f"{row['drafter']}: {draw.by_depth(row['acceptance_by_depth'])}")
         if options.is_oracle(row["drafter"]):
             console.print(ORACLE, style="bold yellow")

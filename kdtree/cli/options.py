@@ -1,6 +1,7 @@
 """Options that several commands share, and the engines and drafters that they name."""
 
 import argparse
+from pathlib import Path
 
 from kdtree import Engine, OracleConfig
 from kdtree import options as limits
@@ -21,6 +22,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--chain-seed", action="store_true", help="put the best chain in the tree first"
     )
     parser.add_argument("--max-seq-len", type=whole, metavar="N", help="tokens of context")
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", action="store_true", help="show every round's tree")
+    parser.add_argument(
+        "--trace-png", type=Path, metavar="DIR", help="draw them, DIR/round-001.png (matplotlib)"
+    )
 
 
 def engine(

@@ -109,7 +109,7 @@ def _facts(path: Path, source: Source, made: Plan) -> dict:
         "machine": asdict(made.machine),
         "parts": [asdict(part) for part in made.parts],
         "steps_ms": [
-            asdict(floor) | {"floor": floor.read, "total": floor.total} for floor in made.floors
+            asdict(step) | {"floor": step.read, "total": step.total} for step in made.steps
         ],
         "legal_sizes": list(made.legal),
         "sizes": [asdict(size) for size in made.sizes],
@@ -138,7 +138,7 @@ def _show(path: Path, source: Source, made: Plan) -> None:
     )
     console.print(_fit(source, made))
     console.print(f"\nA step in ms, {made.context:,} tokens of context, one sequence")
-    console.print(_floors(made))
+    console.print(_steps(made))
     console.print(f"Tensor-parallel sizes, legal: {', '.join(map(str, made.legal))}")
     console.print(_sizes(made))
     for line in _illegal(made):
@@ -155,7 +155,7 @@ def _table(*columns: str) -> Table:
 
 
 def _parts(made: Plan) -> Table:
-    first = made.floors[0]
+    first = made.steps[0]
     table = _table("part", "parameters", "stored as", "stored", "held as", "a rank", "read, ms")
     for part in made.parts:
         table.add_row(
@@ -197,16 +197,16 @@ def _fit(source: Source, made: Plan) -> str:
     return line
 
 
-def _floors(made: Plan) -> Table:
+def _steps(made: Plan) -> Table:
     table = _table(
         "nodes", "experts", "routed", "rest", "context", "floor", "all-reduce", "step", "of one"
     )
-    first = made.floors[0]
-    for floor in made.floors:
-        times = floor.routed, floor.rest, floor.context, floor.read, floor.all_reduce, floor.total
-        ratio = f"{floor.total / first.total:.2f}" if first.nodes == 1 else ""
-        experts = f"{floor.experts:.1f}"
-        table.add_row(str(floor.nodes), experts, *map(_digits, times), ratio)
+    first = made.steps[0]
+    for step in made.steps:
+        times = step.routed, step.rest, step.context, step.read, step.all_reduce, step.total
+        ratio = f"{step.total / first.total:.2f}" if first.nodes == 1 else ""
+        experts = f"{step.experts:.1f}"
+        table.add_row(str(step.nodes), experts, *map(_digits, times), ratio)
     return table
 
 
@@ -238,7 +238,7 @@ def _assumptions(made: Plan) -> list[str]:
         f"floor: every byte once at {units.show(machine.bandwidth, 'B/s')} ({bandwidth}) or every "
         f"flop at {units.show(machine.peak, 'FLOP/s')} ({peak}), whichever takes longer; "
         "launches and activations left out",
-        f"read: a part's weights, in a step of N = {made.floors[0].nodes}; routed, rest: the "
+        f"read: a part's weights, in a step of N = {made.steps[0].nodes}; routed, rest: the "
         "routed experts and all other weights; context: the cached latents",
         "experts: distinct ones a layer, E (1 - (1 - K/E)^N): uniform routing, assumed",
         f"reserve: {units.show(machine.reserve, 'B')} a GPU for all but weights and cache, assumed",
