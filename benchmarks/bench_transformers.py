@@ -1,6 +1,6 @@
 """Plain decoding of the demo model by kdtree and by transformers, float32, the same weights.
 
-transformers has no kernels for the INT4 experts, so it gets them dequantized. Both decode the same
+transformers has no kernels for the INT4 experts, so it gets them dequantised. Both decode the same
 prompts greedily to the same length, in turns; a time is of the whole call, prompt included. Where
 the tokens differ, the margin between the two tokens in transformers' logits says whether that is
 more than rounding. Needs `pip install transformers`, which nothing else here does.

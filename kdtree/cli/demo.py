@@ -53,9 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         truth = [ar.prompt_token_ids + ar.token_ids]
         engine = options.engine(arguments, options.drafter(arguments.drafter, truth), bar.load)
         tree = _timed(engine, arguments.prompt, params)
-        bar.begin("a round to show")
-        traced = engine.generate(arguments.prompt, params, trace=True)
-    rounds = traced.completions[0].trace
+        bar.begin("rounds to show")
+        rounds = []
+        if not arguments.json or arguments.trace_png is not None:
+            traced = engine.generate(arguments.prompt, params, trace=True)
+            rounds = traced.completions[0].trace
     if arguments.trace_png is not None:
         plot.rounds(rounds, engine.tokenizer, arguments.trace_png)
     identical = ar.token_ids == tree.token_ids
@@ -136,7 +138,10 @@ def _show(arguments, engine, ar: Result, tree: Result, rounds: list[RoundTrace])
         console.print("THE TOKENS DIFFER.", style="bold red")
     if repeated := _repeated(ar.token_ids):
         console.print(f"The text repeats itself ({repeated:.0%} of its 4-grams): easy to draft.")
-    if rounds and not arguments.trace:
+    if arguments.trace:
+        console.print("\nAt each node, the drafter's log-probability of the path to it.")
+        console.print(*draw.rounds(rounds, engine.tokenizer), sep="\n")
+    elif rounds:
         number = max(range(len(rounds)), key=lambda i: (len(rounds[i].path), len(rounds[i].token)))
         console.print(
             f"\nRound {number + 1} of {len(rounds)}, tokens by one forward: "
@@ -144,9 +149,6 @@ def _show(arguments, engine, ar: Result, tree: Result, rounds: list[RoundTrace])
             "At each node, the drafter's log-probability of the path to it."
         )
         console.print(draw.tree(rounds[number], engine.tokenizer))
-    if arguments.trace:
-        console.print("\nAt each node, the drafter's log-probability of the path to it.")
-        console.print(*draw.rounds(rounds, engine.tokenizer), sep="\n")
     console.print(_table(ar, tree))
     _explain(console, ar.metrics, tree.metrics)
 

@@ -46,9 +46,7 @@ def engine(
 
 
 def plain(arguments: argparse.Namespace, progress: Progress | None = None) -> Engine:
-    """Without a drafter, which a budget would contradict; it is checked for the engine to come."""
-    limits.budget(arguments.budget)
-    limits.is_chain(arguments.tree)
+    """Without a drafter, which a budget would contradict."""
     return Engine(arguments.model, progress=progress, **_model(arguments))
 
 

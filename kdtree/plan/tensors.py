@@ -106,14 +106,14 @@ class Tensors:
 
     def held_bytes(self, int4: bool) -> int:
         """In the engine's memory, of all ranks' shares together. int4: as for held_as"""
-        if self.part == "router":
-            return 2 * HELD * self.elements
-        if self.kind == _PACKED:
-            return self.bytes
         if self.kind == _SCALE:
             return HELD * self.elements
         if not self.parameters:
             return 0
+        if self.part == "router":
+            return 2 * HELD * self.elements
+        if self.kind == _PACKED:
+            return self.bytes
         if self.held_as(int4) == "int4":
             return self.elements // 2 + self.elements // GROUP * HELD
         return HELD * self.elements

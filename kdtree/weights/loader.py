@@ -132,7 +132,7 @@ class Weights:
     ) -> tuple[Tensor, Tensor]:
         """INT4 matrices [out, features], stacked and packed, and their scales.
 
-        Each is stored as compressed-tensors does, or quantized now where `quantize` says so.
+        Each is stored as compressed-tensors does, or quantised now where `quantize` says so.
         returns [len(names), out / 32, features / 32, 128] int32 and
         [len(names), out / 32, features / 32, 32], the model's dtype
         """
