@@ -25,7 +25,7 @@ NEAR_TIE = 1e-3  # logits closer than this are ordered by rounding
 DEMO = Path(bench.__file__).parents[1] / "demo"
 
 
-def dequantised(model: Path, directory: Path) -> None:
+def dequantized(model: Path, directory: Path) -> None:
     """Writes the model without quantisation, float32, as transformers reads it."""
     tensors = {}
     for file in sorted(model.glob("model*.safetensors")):
@@ -46,7 +46,7 @@ def dequantised(model: Path, directory: Path) -> None:
 
 def load_transformers(model: Path, device: torch.device) -> torch.nn.Module:
     with tempfile.TemporaryDirectory() as name:
-        dequantised(model, Path(name))
+        dequantized(model, Path(name))
         reference, report = transformers.DeepseekV3ForCausalLM.from_pretrained(
             name, dtype=torch.float32, output_loading_info=True
         )

@@ -1,6 +1,7 @@
 """The paged latent cache, and where a tree's nodes stand in it."""
 
 import os
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -76,8 +77,7 @@ class KvCache:
 
     def sequence(self, b: int) -> "KvCache":
         """A view of sequence b alone; what is written through it is written here."""
-        view = object.__new__(KvCache)
-        view.data = self.data
+        view = copy(self)
         view.block_table = self.block_table[b : b + 1]
         view.context = self.context[b : b + 1]
         return view

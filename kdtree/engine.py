@@ -215,7 +215,10 @@ class Engine:
             while waiting or any(running):
                 for b in range(self.max_batch):
                     if running[b] is None and waiting:
-                        running[b] = self._start(b, waiting.popleft())
+                        started = self._start(b, waiting.popleft())
+                        for other in filter(None, running):
+                            other.waited(started)
+                        running[b] = started
                 done = self._round(phases, masking, best)
                 for b, emitted in enumerate(done.emitted()):
                     request = running[b]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from kdtree.checks import is_whole
+from kdtree.checks import is_whole, shown
 from kdtree.config import ModelConfig
 from kdtree.drafters import DRAFTERS, DrafterConfig
 from kdtree.errors import CapacityError, ConfigError
@@ -29,20 +29,20 @@ def directory(model: str | Path | None) -> Path:
 
 def device(name: str) -> torch.device:
     if not isinstance(name, str | torch.device):
-        raise TypeError(f"device is {name!r}, wants 'auto', 'cpu' or 'cuda'")
+        raise TypeError(f"device is {shown(name)}, wants 'auto', 'cpu' or 'cuda'")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device is {name!r}, wants 'auto', 'cpu' or 'cuda'") from None
+        raise ValueError(f"device is {shown(name)}, wants 'auto', 'cpu' or 'cuda'") from None
     if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}, wants 'auto', 'cpu' or 'cuda'")
+        raise ValueError(f"device is {shown(name)}, wants 'auto', 'cpu' or 'cuda'")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {name!r}, but torch finds no CUDA device")
+        raise ValueError(f"device is {shown(name)}, but torch finds no CUDA device")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise ValueError(f"device is {name!r}, but torch finds {count} CUDA device(s)")
+        raise ValueError(f"device is {shown(name)}, but torch finds {count} CUDA device(s)")
     return found
 
 
@@ -63,7 +63,7 @@ def quantize(name: str | None) -> str | None:
 
 def batch(sequences: int) -> int:
     if not is_whole(sequences) or sequences < 1:
-        raise ValueError(f"max_batch is {sequences!r}, wants an integer of at least 1")
+        raise ValueError(f"max_batch is {shown(sequences)}, wants an integer of at least 1")
     return sequences
 
 
@@ -72,13 +72,13 @@ def budget(nodes: int | str) -> int | None:
     if nodes == "auto":
         return None
     if not is_whole(nodes) or not 0 <= nodes < MAX_NODES:
-        raise ValueError(f"budget is {nodes!r}, wants 'auto' or 0 to {MAX_NODES - 1}")
+        raise ValueError(f"budget is {shown(nodes)}, wants 'auto' or 0 to {MAX_NODES - 1}")
     return nodes
 
 
 def is_chain(tree: str) -> bool:
     if tree not in ("best-first", "chain"):
-        raise ValueError(f"tree is {tree!r}, wants 'best-first' or 'chain'")
+        raise ValueError(f"tree is {shown(tree)}, wants 'best-first' or 'chain'")
     return tree == "chain"
 
 
@@ -97,9 +97,9 @@ def context(asked: int | None, config: ModelConfig) -> int:
     if asked is None:
         return min(config.max_positions, CONTEXT)
     if not is_whole(asked) or asked < 2:
-        raise ValueError(f"max_seq_len is {asked!r}, wants an integer of at least 2")
+        raise ValueError(f"max_seq_len is {shown(asked)}, wants an integer of at least 2")
     if asked > config.max_positions:
-        raise CapacityError(f"max_seq_len is {asked}, the model has {config.max_positions}")
+        raise CapacityError(f"max_seq_len is {shown(asked)}, the model has {config.max_positions}")
     return asked
 
 
@@ -128,7 +128,16 @@ def conversations(given: list) -> tuple[list, bool]:
     """The conversations, and whether it was a single one: a list of messages."""
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(f"messages is {given!r}, wants a list of messages or of such lists")
-    single = not isinstance(given[0], list | tuple)
+    several = [isinstance(each, list | tuple) for each in given]
+    if len(set(several)) > 1:
+        other = several.index(not several[0])
+        kinds = "a list of messages", "a message"
+        first, second = kinds if several[0] else kinds[::-1]
+        raise TypeError(
+            f"messages holds {first} at 0 and {second} at {other}, wants messages, which are one "
+            "conversation, or lists of them, one for each"
+        )
+    single = not several[0]
     return [given] if single else list(given), single
 
 
@@ -139,7 +148,7 @@ def prompt_ids(ids: list[int], vocab: int) -> list[int]:
         if not is_whole(token):
             raise TypeError(f"the prompt holds {token!r}, wants token ids")
         if not 0 <= token < vocab:
-            raise ValueError(f"the prompt holds token {token}, the vocabulary has {vocab}")
+            raise ValueError(f"the prompt holds token {shown(token)}, the vocabulary has {vocab}")
     return list(ids)
 
 

@@ -8,8 +8,11 @@ class Metrics:
     """Of one completion.
 
     rounds: decode forwards of the target; histogram[i]: rounds that emitted i tokens
-    Seconds are of the wall clock from when the completion's turn came, and where several run at
-    once hold what the others' prompts took; phases are of the whole call up to its end.
+    offered, accepted: for each depth from 1 on, rounds whose tree had a node so deep, and rounds
+    in which one was accepted
+    Seconds are of the wall clock from when the completion's turn came; where several run at once,
+    decode_s is without what the others' prompts took meanwhile, ttft_s with it. phases are of the
+    whole call up to its end.
     """
 
     prompt_tokens: int = 0
@@ -20,11 +23,18 @@ class Metrics:
     decode_s: float = 0.0
     histogram: list[int] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
         """Tokens emitted a round, the target's own included."""
         return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """For each depth from 1 on: of the rounds that offered it, the share that accepted it."""
+        return [a / n if n else 0.0 for a, n in zip(self.accepted, self.offered, strict=True)]
 
     @property
     def tokens_per_s(self) -> float:

@@ -26,7 +26,9 @@ class Round:
     def emitted(self) -> list[Emitted]:
         """By sequence. Here the host waits for the device."""
         J = self.path.token.shape[1]
-        kept, reason, tokens, bits = to_host(self.record).split([1, 1, J, J], 1)
+        offered, accepted = self.tree.depth.amax(1), self.path.length - 1
+        record = torch.cat([torch.stack([offered, accepted], 1), self.record], 1)
+        depths, kept, reason, tokens, bits = to_host(record).split([2, 1, 1, J, J], 1)
         logprobs = bits.int().view(torch.float32)
         best = [to_host(t).tolist() for t in self.best] if self.best else None
         return [
@@ -34,6 +36,8 @@ class Round:
                 token_ids=tokens[b, :n].tolist(),
                 logprobs=logprobs[b, :n].tolist(),
                 reason=int(reason[b]),
+                offered=int(depths[b, 0]),
+                accepted=int(depths[b, 1]),
                 best=[list(zip(best[1][b][i], best[0][b][i], strict=True)) for i in range(n)]
                 if best
                 else None,

@@ -15,12 +15,15 @@ REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", FAILED: "error"}
 class Emitted:
     """What a round's record says of one sequence.
 
-    reason: of kdtree.state; best: for each token ids and log-probabilities, best first, or None
+    reason: of kdtree.state; offered, accepted: depth of the tree, and of its accepted path
+    best: for each token ids and log-probabilities, best first, or None
     """
 
     token_ids: list[int]
     logprobs: list[float]
     reason: int
+    offered: int
+    accepted: int
     best: list[list[tuple[int, float]]] | None = None
 
 
@@ -57,6 +60,11 @@ class Request:
     def prefilled(self) -> None:
         """The prompt is in the cache; the first round follows."""
         self._prefilled = time.perf_counter()
+        self.completion.metrics.prefill_s = self._prefilled - self._began
+
+    def waited(self, other: "Request") -> None:
+        """Another's prompt went to the model meanwhile: no part of this one's decoding."""
+        self._prefilled += other.completion.metrics.prefill_s
 
     def failure(self) -> tuple[int, int]:
         """Round and position of the token that could not be drawn."""
@@ -82,7 +90,7 @@ class Request:
             text += self._stops.feed(rest) + self._stops.flush()
         self._finish(emitted)
         done.text += text
-        self._count(taken, trace)
+        self._count(taken, emitted, trace)
         return Chunk(text, done.token_ids[len(done.token_ids) - taken :], done.finish_reason, taken)
 
     def _finish(self, emitted: Emitted) -> None:
@@ -98,16 +106,21 @@ class Request:
         best = dict(emitted.best[i][: self.params.logprobs]) if emitted.best else {}
         return best | {emitted.token_ids[i]: emitted.logprobs[i]}
 
-    def _count(self, taken: int, trace: RoundTrace | None) -> None:
+    def _count(self, taken: int, emitted: Emitted, trace: RoundTrace | None) -> None:
         metrics, now = self.completion.metrics, time.perf_counter()
         if not metrics.rounds:
-            metrics.prefill_s = self._prefilled - self._began
             metrics.ttft_s = now - self._began
         metrics.decode_s = now - self._prefilled
         metrics.tokens += taken
         metrics.rounds += 1
         metrics.histogram += [0] * (taken + 1 - len(metrics.histogram))
         metrics.histogram[taken] += 1
+        deeper = [0] * (emitted.offered - len(metrics.offered))
+        metrics.offered += deeper
+        metrics.accepted += deeper
+        for depth in range(emitted.offered):
+            metrics.offered[depth] += 1
+            metrics.accepted[depth] += depth < emitted.accepted
         if trace is not None:
             trace.emitted = trace.emitted[:taken]  # a stop string may end a round early
             self.completion.trace.append(trace)

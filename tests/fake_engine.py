@@ -67,6 +67,9 @@ class FakeEngine:
         sizes = [sum(len(r) == n for r in rounds) for n in range(self.width + 1)]
         metrics = Metrics(len(prompts), len(ids), len(rounds), 0.5, 0.25, len(rounds), sizes)
         metrics.phases = {"draft": 0.5, "forward": 2.0, "verify": 0.25, "commit": 0.25}
+        if self.width > 1:  # the depths of `chain`'s trees, and of their accepted paths
+            metrics.offered = [sum(max(len(r) - 1, 1) > d for r in rounds) for d in range(3)]
+            metrics.accepted = [sum(len(r) - 1 > d for r in rounds) for d in range(3)]
         best = None if params.logprobs is None else [{id: -0.5, 65: -2.0} for id in ids]
         completions = [
             Completion(

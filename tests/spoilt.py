@@ -39,6 +39,7 @@ def numbers(rng: random.Random, dtype: str, shape: list[int], name: str) -> byte
         return rng.randbytes(4 * count)
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     values = torch.tensor([rng.gauss(0, 1) for _ in range(count)], dtype=kinds[dtype])
+    values = values.abs() if name.endswith("_scale_inv") else values
     return values.view(torch.uint8).numpy().tobytes()
 
 

@@ -34,6 +34,7 @@ def test_demo_json_is_one_object(engine, capsys):
     assert facts["identical"] is True
     assert facts["ar"] == {"forwards": 12, "seconds": 12, "tokens": 12, "text": text}
     tree = {"forwards": 3, "seconds": 3, "tokens": 12, "text": text, "acceptance_length": 4.0}
+    tree |= {"histogram": [0, 0, 0, 0, 3], "acceptance_by_depth": [1, 1, 1]}
     assert facts["ddtree"] == tree
     assert (facts["drafter"], facts["upper_bound"]) == (demo.DRAFTER, False)
     assert facts["speedup"] == facts["fewer_forwards"] * facts["forward_time_ratio"] == 4
@@ -196,6 +197,9 @@ def test_bench_rows(engine, capsys, tmp_path, monkeypatch):
     assert (ngram["speedup"], ngram["acceptance_length"]) == (3.0, 3.0)
     assert ngram["tokens_per_s"] == 3 and ngram["tokens"] == 9 * prompts
     assert ngram["histogram"] == [0, prompts, 0, 0, 2 * prompts]
+    assert plain["acceptance_by_depth"] == []
+    assert ngram["acceptance_by_depth"] == [pytest.approx(2 / 3), 1, 1]
+    assert "ngram: accepted by depth, where the tree was so deep: 1: 67%, 2: 100%, 3: 100%" in out
     assert ngram["phases_ms"]["forward"] == pytest.approx(2000 / 3)
     assert oracle["identical"] and len(engine.made[2].drafter.truth) == prompts
     assert "UPPER BOUND" in out and "3.00" in out

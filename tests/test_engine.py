@@ -283,6 +283,7 @@ def test_metrics(device):
     assert set(m.phases) == {"draft", "forward", "verify", "commit"}
     assert all(seconds > 0 for seconds in m.phases.values())
     assert 0 < m.ttft_s and 0 < m.decode_s
+    assert (m.offered, m.accepted[0] in (4, 5), m.accepted[6]) == ([5] * 7, True, 4)
     trace = got.completions[0].trace
     assert [len(r.emitted) for r in trace] == [8, 8, 8, 8, 1]
     assert trace[0].emitted == truth.token_ids[:8]

@@ -126,6 +126,19 @@ def test_what_is_no_list_of_messages(engine, messages):
         engine.stream_chat(messages, SHORT)
 
 
+@pytest.mark.parametrize(
+    "messages, what",
+    [
+        ([ASK[0], ASK], "a message at 0 and a list of messages at 1"),
+        ([ASK, LONGER, ASK[0]], "a list of messages at 0 and a message at 2"),
+    ],
+)
+def test_messages_beside_lists_of_them(engine, messages, what):
+    for complete in (engine.chat, engine.stream_chat):
+        with says(TypeError, f"messages holds {what}, wants"):
+            complete(messages, SHORT)
+
+
 def test_a_stream_is_of_one_conversation(engine):
     with says(ValueError, "stream_chat takes one conversation, not a list of 2"):
         engine.stream_chat([ASK, ASK], SHORT)

@@ -6,10 +6,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizer_files import write_deepseek
 from variants import names, variant
 
 from kdtree import cli
 from kdtree.cli import units
+from kdtree.text import load_tokenizer
 
 FILE = "model.safetensors"
 
@@ -136,18 +138,39 @@ def test_missing_shard(tmp_path, capsys):
 
 def test_tokenizer_and_chat_template(copy, capsys):
     directory, _ = copy
-    assert facts(capsys, directory)["tokenizer"] is None
-    (directory / "tokenizer.json").touch()
-    assert facts(capsys, directory)["tokenizer"] == "tokenizer.json"
-    (directory / "tiktoken.model").touch()
-    assert facts(capsys, directory)["tokenizer"] == "tiktoken.model"
+    found = facts(capsys, directory)
+    assert found["tokenizer"] is found["tokens"] is None and found["text_files"] == []
+    write_deepseek(directory)
+    found = facts(capsys, directory)
+    tokens = len(load_tokenizer(directory))
+    assert (found["tokenizer"], found["tokens"]) == ("tokenizer.json", tokens)
     for text, has in (("{}", False), ('{"chat_template": "x"}', True)):
         (directory / "tokenizer_config.json").write_text(text)
         assert facts(capsys, directory)["chat_template"] is has
     (directory / "tokenizer_config.json").unlink()
     (directory / "chat_template.jinja").touch()
-    assert facts(capsys, directory)["chat_template"] is True
-    assert "tokenizer: tiktoken.model, a chat template" in run(capsys, directory)[1]
+    found = facts(capsys, directory)
+    assert found["chat_template"] is True and found["problems"] == []
+    assert found["text_files"] == ["tokenizer.json", "chat_template.jinja"]
+    out = run(capsys, directory)[1]
+    assert "text files: tokenizer.json, chat_template.jinja" in out
+    assert f"tokenizer: tokenizer.json of {tokens:,} tokens, a chat template" in out
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tiktoken.model", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["{", None])
+def test_text_files_that_do_not_load(copy, capsys, name, content):
+    """Named once, beside the tensors, which are listed as ever. None: a directory"""
+    directory, _ = copy
+    whole = facts(capsys, directory)["tensors"]
+    write_deepseek(directory)
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).mkdir() if content is None else (directory / name).write_text(content)
+    found = facts(capsys, directory)
+    (problem,) = found["problems"]
+    assert str(directory / name) in problem and found["tensors"] == whole
+    assert found["tokens"] is None and name in found["text_files"]
+    assert run(capsys, directory)[0] == 1
 
 
 def test_mistakes(tmp_path, capsys):

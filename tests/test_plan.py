@@ -154,7 +154,7 @@ def test_attention_and_links():
 
 def test_steps_of_kimi():
     """In ms, from bytes a rank: at 4.42 TB/s a GB takes 0.2262 ms."""
-    one, eight, many = planned(KIMI).floors
+    one, eight, many = planned(KIMI).steps
     assert one.experts == pytest.approx(8)
     assert one.routed == pytest.approx(60 * 8 * 3.096576e-3 / 4.42, rel=1e-6)  # 24.8 MB / 8 each
     assert eight.routed == pytest.approx(one.routed * 59.5228 / 8, rel=1e-4)
@@ -171,18 +171,18 @@ def test_steps_of_kimi():
 def test_steps_that_arithmetic_binds():
     """At 1 TFLOP/s every weight of the rank takes 2 flops a node."""
     made = planned(KIMI, replace(EIGHT, peak=1e12), context=1)
-    floor = made.floors[1]
+    step = made.steps[1]
     held = sum(
         p.rank_parameters for p in made.parts if p.part not in ("embedding", "routed experts")
     )
-    assert floor.rest == pytest.approx(1e3 * 2 * 8 * held / 1e12, rel=1e-3)
+    assert step.rest == pytest.approx(1e3 * 2 * 8 * held / 1e12, rel=1e-3)
     # Every node its 8 experts, whoever shares them
-    assert floor.routed == pytest.approx(1e3 * 2 * 8 * 60 * 8 * EXPERT / 8 / 1e12, rel=1e-6)
+    assert step.routed == pytest.approx(1e3 * 2 * 8 * 60 * 8 * EXPERT / 8 / 1e12, rel=1e-6)
 
 
 def test_one_gpu_needs_no_links():
     made = planned(KIMI, Machine(gpus=1, memory=700e9, reserve=6e9))
-    assert [floor.all_reduce for floor in made.floors] == [0, 0, 0]
+    assert [step.all_reduce for step in made.steps] == [0, 0, 0]
     assert made.rank_bytes == 594_535_653_376
 
 
@@ -253,4 +253,4 @@ def test_a_tied_embedding_is_read_as_the_head():
     made = planned(variant("tied"), Machine(gpus=1, memory=1e9, reserve=1e6), context=1)
     rest = sum(part.rank_bytes for part in made.parts if part.part != "routed experts")
     assert "head" not in parts(made)
-    assert made.floors[0].rest == pytest.approx(1e3 * rest / 4.42e12)
+    assert made.steps[0].rest == pytest.approx(1e3 * rest / 4.42e12)

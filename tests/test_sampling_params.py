@@ -78,3 +78,10 @@ PARAMS = [
 def test_sampling_params(name, value, error, parts):
     with says(error, name, *parts):
         SamplingParams(**{"max_tokens": 2} | {name: value})
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed", "n", "temperature", "min_tokens"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_that_python_does_not_print(name, sign):
+    with says(ValueError, f"{name} is about {'-' * (sign < 0)}2^16609, wants"):
+        SamplingParams(**{"max_tokens": 2} | {name: sign * 10**5000})

@@ -17,7 +17,7 @@ from spoilt import INDEX, MUTATIONS, Case
 
 from kdtree import CheckpointError, ops
 from kdtree.weights import Checkpoint, Reading, load
-from kdtree.weights.formats import dequantise_fp8
+from kdtree.weights.formats import dequantize_fp8
 
 CASES = 1000
 SECONDS = 30  # of one case, far beyond what it takes
@@ -53,14 +53,14 @@ def expected(directory: Path) -> dict[str, torch.Tensor]:
         "half": stored["half"]
         if stored["half"].dtype == torch.bfloat16
         else stored["half"].float(),
-        "blocks": dequantised(stored["blocks"], stored.get("blocks_scale_inv")),
+        "blocks": dequantized(stored["blocks"], stored.get("blocks_scale_inv")),
     }
 
 
-def dequantised(w: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def dequantized(w: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if w.dtype != torch.float8_e4m3fn:
         return w if w.dtype == torch.bfloat16 else w.float()
-    return dequantise_fp8(w, scale, torch.empty(w.shape))
+    return dequantize_fp8(w, scale, torch.empty(w.shape))
 
 
 def outcome(directory: Path) -> str:

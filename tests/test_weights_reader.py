@@ -268,7 +268,7 @@ def test_an_error_in_a_thread_is_the_caller_s(checkpoint, monkeypatch):
     def broken(*arguments):
         raise MemoryError("none left")
 
-    monkeypatch.setattr("kdtree.weights.reader.is_finite", broken)
+    monkeypatch.setattr("kdtree.weights.reader.fault", broken)
     with says(MemoryError, "none left"):
         load(checkpoint, lambda w: take(checkpoint, w), device="cpu", dtype=torch.float32)
 

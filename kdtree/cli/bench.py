@@ -7,6 +7,7 @@ code 1 if they differ). A speed-up stands beside its acceptance length.
 import argparse
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kdtree import Engine, Result, SamplingParams
+from kdtree.checks import whole
 from kdtree.cli import draw, machine, options
 from kdtree.cli.demo import ORACLE, PROMPT, WARM_UP
 
@@ -24,6 +26,7 @@ PROMPTS = [
     "class Cache:\n    def __init__(self, size):\n        self.size = size\n",
     "To install the package, run the following command in a terminal. If you want to",
 ]
+MOST_RUNS = 1000
 PHASES = ("draft", "forward", "verify", "commit")
 
 
@@ -36,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable; default ngram; oracle[:ACCURACY] is an upper bound",
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=options.whole, default=128, metavar="N")
+    parser.add_argument("--temperature", type=options.real, default=0.0, metavar="T")
+    parser.add_argument("--seed", type=options.whole, default=0)
     parser.add_argument(
-        "--repeat", type=int, default=3, metavar="R", help="runs; the median counts"
+        "--repeat", type=options.whole, default=3, metavar="R", help="runs; the median counts"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.set_defaults(run=run)
@@ -57,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         ignore_eos=True,
     )
     drafters = ["none", *(arguments.drafter or ["ngram"])]
+    options.check(arguments, drafters)
     rows, reference = [], None
     with draw.progress(len(drafters) + 1) as bar:
         for name in drafters:
@@ -87,8 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def decode(engine: Engine, prompts: list[str], params: SamplingParams, repeat: int) -> list[Result]:
     """A Result per prompt, in one call: of `repeat` calls the one of median decoding time."""
-    if repeat < 1:
-        raise ValueError(f"repeat is {repeat}, wants at least 1")
+    whole("repeat", repeat, 1, MOST_RUNS)
     few = WARM_UP if params.max_tokens is None else min(WARM_UP, params.max_tokens)
     engine.generate(prompts[0], replace(params, max_tokens=few))
     runs = [engine.generate(prompts, params) for _ in range(repeat)]
@@ -103,6 +106,7 @@ def summary(results: list[Result], reference: list[Result]) -> dict:
     decode_s = sum(m.decode_s for m in metrics)
     prefill_s = sum(m.prefill_s for m in metrics)
     phases = metrics[-1].phases  # they run on through a call
+    offered, accepted = _sums(m.offered for m in metrics), _sums(m.accepted for m in metrics)
     base_s = sum(r.metrics.decode_s for r in reference)
     return {
         "prompts": len(metrics),
@@ -116,9 +120,14 @@ def summary(results: list[Result], reference: list[Result]) -> dict:
         "speedup": _ratio(base_s, decode_s),
         "ms_per_round": 1e3 * _ratio(decode_s, rounds),
         "phases_ms": {name: 1e3 * _ratio(phases.get(name, 0.0), rounds) for name in PHASES},
-        "histogram": [sum(n) for n in zip_longest(*(m.histogram for m in metrics), fillvalue=0)],
+        "histogram": _sums(m.histogram for m in metrics),
+        "acceptance_by_depth": [_ratio(a, n) for a, n in zip(accepted, offered, strict=True)],
         "identical": [r.token_ids for r in results] == [r.token_ids for r in reference],
     }
+
+
+def _sums(counts: Iterable[list[int]]) -> list[int]:
+    return [sum(each) for each in zip_longest(*counts, fillvalue=0)]
 
 
 def _ratio(a: float, b: float) -> float:
@@ -150,5 +159,7 @@ def _show(rows: list[dict], facts: dict) -> None:
     for row in rows[1:]:
         counts = ", ".join(f"{size}: {n}" for size, n in enumerate(row["histogram"]) if n)
         console.print(f"{row['drafter']}: rounds by tokens emitted: {counts}")
+        if row["acceptance_by_depth"]:
+            console.print(f"{row['drafter']}: {draw.by_depth(row['acceptance_by_depth'])}")
         if options.is_oracle(row["drafter"]):
             console.print(ORACLE, style="bold yellow")

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtree import Engine, Result, SamplingParams
-from kdtree.cli import draw, options
+from kdtree.cli import draw, options, plot
+from kdtree.outputs import RoundTrace
 
 PROMPT = '''def read_config(path, encoding="utf-8"):
     """Read the configuration file at *path* and return its settings as a dictionary.
@@ -29,11 +30,12 @@ ORACLE = "UPPER BOUND: the oracle drafter is fed with the tokens of the AR run, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=options.whole, default=128, metavar="N")
+    parser.add_argument("--temperature", type=options.real, default=0.0, metavar="T")
+    parser.add_argument("--seed", type=options.whole, default=0)
     parser.add_argument("--drafter", default=DRAFTER, help=f"default {DRAFTER}; oracle[:ACCURACY]")
     options.add_engine(parser)
+    options.add_trace(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.set_defaults(run=run)
 
@@ -42,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     params = SamplingParams(
         max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed
     )
+    options.check(arguments, [arguments.drafter])
+    plot.check(arguments.trace_png)
     with draw.progress(3) as bar:
         bar.begin("autoregressive")
         ar = _timed(options.plain(arguments, bar.load), arguments.prompt, params)
@@ -49,13 +53,18 @@ def run(arguments: argparse.Namespace) -> int:
         truth = [ar.prompt_token_ids + ar.token_ids]
         engine = options.engine(arguments, options.drafter(arguments.drafter, truth), bar.load)
         tree = _timed(engine, arguments.prompt, params)
-        bar.begin("a round to show")
-        traced = None if arguments.json else engine.generate(arguments.prompt, params, trace=True)
+        bar.begin("rounds to show")
+        rounds = []
+        if not arguments.json or arguments.trace_png is not None:
+            traced = engine.generate(arguments.prompt, params, trace=True)
+            rounds = traced.completions[0].trace
+    if arguments.trace_png is not None:
+        plot.rounds(rounds, engine.tokenizer, arguments.trace_png)
     identical = ar.token_ids == tree.token_ids
     if arguments.json:
         print(json.dumps(_facts(arguments, engine, ar, tree, identical)))
     else:
-        _show(arguments, engine, ar, tree, traced)
+        _show(arguments, engine, ar, tree, rounds)
     if not identical:
         first = _first_difference(ar.token_ids, tree.token_ids)
         print(
@@ -94,7 +103,7 @@ def _facts(arguments, engine, ar: Result, tree: Result, identical: bool) -> dict
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "ar": _side(ar),
-        "ddtree": _side(tree) | {"acceptance_length": tree.metrics.acceptance_length},
+        "ddtree": _side(tree) | _acceptance(tree),
         **gain(ar.metrics, tree.metrics),
     }
 
@@ -109,7 +118,12 @@ def _side(result: Result) -> dict:
     }
 
 
-def _show(arguments, engine, ar: Result, tree: Result, traced: Result) -> None:
+def _acceptance(result: Result) -> dict:
+    names = ("acceptance_length", "histogram", "acceptance_by_depth")
+    return {name: getattr(result.metrics, name) for name in names}
+
+
+def _show(arguments, engine, ar: Result, tree: Result, rounds: list[RoundTrace]) -> None:
     console = Console(highlight=False)
     dtype = str(engine.dtype).removeprefix("torch.")
     console.print(f"[bold]{engine.device}, {dtype}, drafter {arguments.drafter}[/bold]")
@@ -124,7 +138,10 @@ def _show(arguments, engine, ar: Result, tree: Result, traced: Result) -> None:
         console.print("THE TOKENS DIFFER.", style="bold red")
     if repeated := _repeated(ar.token_ids):
         console.print(f"The text repeats itself ({repeated:.0%} of its 4-grams): easy to draft.")
-    if rounds := traced.completions[0].trace:
+    if arguments.trace:
+        console.print("\nAt each node, the drafter's log-probability of the path to it.")
+        console.print(*draw.rounds(rounds, engine.tokenizer), sep="\n")
+    elif rounds:
         number = max(range(len(rounds)), key=lambda i: (len(rounds[i].path), len(rounds[i].token)))
         console.print(
             f"\nRound {number + 1} of {len(rounds)}, tokens by one forward: "
@@ -171,6 +188,8 @@ def _explain(console: Console, ar, tree) -> None:
         f"x {parts['forward_time_ratio']:.2f} by the time of a forward "
         "(drafting, more rows and the walk included)."
     )
+    if tree.offered:
+        console.print(draw.by_depth(tree.acceptance_by_depth))
 
 
 def _repeated(tokens: list[int]) -> float:

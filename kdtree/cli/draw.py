@@ -4,15 +4,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from rich.tree import Tree
 
+from kdtree.outputs import RoundTrace
 from kdtree.text import Tokenizer
 
-ACCEPTED, DRAFTED = "bold green", "dim"
+ACCEPTED, DRAFTED, OWN = "bold green", "dim", "bold cyan"
 
 _SIGNS = {ord("\n"): "⏎", ord("\t"): "⇥", ord(" "): "·"}
 
@@ -75,28 +77,62 @@ def token(tokenizer: Tokenizer | None, id: int) -> str:
         return f"<{data.hex(' ')}>"
 
 
-def tree(trace, tokenizer: Tokenizer | None) -> Tree:
-    """The draft tree of a round: each node with the log-probability that the drafter gave its path.
+class Node(NamedTuple):
+    """A node of a round's tree as it is shown. parent: its place in the list, -1 of the root
 
-    trace: RoundTrace; the accepted path is green and ticked, and at its end stands the token that
-    the target added itself.
+    note: "root", the log-probability that the drafter gave its path, or whose token it is
+    is_own: it is the target's own token at the end of the accepted path, no draft
     """
-    accepted = set(trace.path)
-    branches: dict[int, Tree] = {}
+
+    token: str
+    parent: int
+    note: str
+    is_accepted: bool
+    is_own: bool = False
+
+
+def nodes(trace: RoundTrace, tokenizer: Tokenizer | None) -> list[Node]:
+    """The nodes of a round's tree, parents before children, padding left out.
+
+    The last is the token that the target added itself, but where a stop cut the round before it.
+    """
+    place, found = {-1: -1}, []
     for n, parent in enumerate(trace.parent):
-        if parent < 0 and n > 0:
+        if n and parent < 0:
             continue  # padding
-        style = ACCEPTED if n in accepted else DRAFTED
-        label = Text(f"{token(tokenizer, trace.token[n])} ", style)
-        label.append("root" if n == 0 else f"{trace.score[n]:.2f}", "dim")
-        if n in accepted and n > 0:
+        place[n] = len(found)
+        note = f"{trace.score[n]:.2f}" if n else "root"
+        found.append(Node(token(tokenizer, trace.token[n]), place[parent], note, n in trace.path))
+    if len(trace.emitted) == len(trace.path):
+        added, last = token(tokenizer, trace.emitted[-1]), place[trace.path[-1]]
+        found.append(Node(added, last, "the target's own", False, is_own=True))
+    return found
+
+
+def tree(trace: RoundTrace, tokenizer: Tokenizer | None) -> Tree:
+    """The draft tree of a round; its accepted path is green and ticked."""
+    branches: list[Tree] = []
+    for node in nodes(trace, tokenizer):
+        style = OWN if node.is_own else ACCEPTED if node.is_accepted else DRAFTED
+        label = Text(f"{node.token} ", style).append(node.note, "dim")
+        if node.is_accepted and node.parent >= 0:
             label.append(" ✓", ACCEPTED)
-        branches[n] = branches[parent].add(label) if n else Tree(label)
-        branches[n].guide_style = style
-    if len(trace.emitted) == len(trace.path):  # fewer where a stop cut the round
-        added = Text(f"{token(tokenizer, trace.emitted[-1])} ", "bold cyan")
-        branches[trace.path[-1]].add(added.append("the target's own", "dim cyan"))
+        branch = branches[node.parent].add(label) if branches else Tree(label)
+        branch.guide_style = style
+        branches.append(branch)
     return branches[0]
+
+
+def rounds(traces: list[RoundTrace], tokenizer: Tokenizer | None) -> Iterator[Group]:
+    """Each round's number, the tokens that it emitted, and its tree."""
+    for number, trace in enumerate(traces, 1):
+        yield Group(f"round {number}, tokens: {len(trace.emitted)}", tree(trace, tokenizer))
+
+
+def by_depth(shares: list[float]) -> str:
+    """Metrics.acceptance_by_depth in a line."""
+    rates = ", ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(shares, 1))
+    return f"accepted by depth, where the tree was so deep: {rates}"
 
 
 def write(text: str) -> None:

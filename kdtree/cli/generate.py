@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kdtree import Completion, Engine, SamplingParams
-from kdtree.cli import draw, options
+from kdtree.cli import draw, options, plot
 from kdtree.text import Message
 
 
@@ -30,21 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--max-tokens", type=int, metavar="N", help="default: to the context's end"
+        "--max-tokens", type=options.whole, metavar="N", help="default: to the context's end"
     )
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sampling.add_argument("--seed", type=int, default=0)
-    sampling.add_argument("--n", type=int, default=1, help="completions")
+    sampling.add_argument(
+        "--temperature", type=options.real, default=0.0, metavar="T", help="0: greedy"
+    )
+    sampling.add_argument("--top-k", type=options.whole, default=0, metavar="K", help="0: all")
+    sampling.add_argument("--top-p", type=options.real, default=1.0, metavar="P")
+    sampling.add_argument("--min-p", type=options.real, default=0.0, metavar="P")
+    sampling.add_argument("--seed", type=options.whole, default=0)
+    sampling.add_argument("--n", type=options.whole, default=1, help="completions")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
-    sampling.add_argument("--stop-token-ids", type=int, action="append", default=[], metavar="ID")
+    sampling.add_argument(
+        "--stop-token-ids", type=options.whole, action="append", default=[], metavar="ID"
+    )
     sampling.add_argument("--ignore-eos", action="store_true")
-    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    sampling.add_argument("--logprobs", type=int, metavar="K", help="list the K best of each token")
+    sampling.add_argument("--min-tokens", type=options.whole, default=0, metavar="N")
+    sampling.add_argument(
+        "--logprobs", type=options.whole, metavar="K", help="list the K best of each token"
+    )
     parser.add_argument("--stats", action="store_true", help="statistics, on stderr")
-    parser.add_argument("--trace", action="store_true", help="every round's tree, on stderr")
+    options.add_trace(parser)
     parser.set_defaults(run=run)
 
 
@@ -65,12 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.system is not None and not arguments.chat:
         raise ValueError("--system is a message of a conversation: it wants --chat")
+    plot.check(arguments.trace_png)
     prompt = _read() if arguments.prompt is None else arguments.prompt
     prompt = _messages(prompt, arguments.system) if arguments.chat else prompt
     with draw.progress(1) as bar:
         bar.begin("loading the model")
         engine = options.engine(arguments, arguments.drafter, bar.load)
-    if params.n > 1 or params.logprobs is not None or arguments.trace:
+    if params.n > 1 or params.logprobs is not None or _is_traced(arguments):
         _whole(engine, prompt, params, arguments)
     else:
         _stream(engine, prompt, params, arguments.stats)
@@ -111,21 +118,27 @@ def _whole(engine: Engine, prompt: str | list[Message], params: SamplingParams, 
     with draw.progress(1) as bar:
         bar.begin("generating")
         complete = engine.generate if isinstance(prompt, str) else engine.chat
-        result = complete(prompt, params, trace=arguments.trace)
+        result = complete(prompt, params, trace=_is_traced(arguments))
     console = Console(stderr=True, highlight=False)
     for completion in result.completions:
         if params.n > 1:
             draw.write(f"--- completion {completion.index + 1} of {params.n}\n")
         draw.write(completion.text + "\n")
-        for number, trace in enumerate(completion.trace or ()):
-            console.print(f"round {number + 1}, tokens: {len(trace.emitted)}")
-            console.print(draw.tree(trace, engine.tokenizer))
+        if arguments.trace:
+            console.print(*draw.rounds(completion.trace, engine.tokenizer), sep="\n")
+        if arguments.trace_png is not None:
+            prefix = f"completion-{completion.index + 1}-" if params.n > 1 else ""
+            plot.rounds(completion.trace, engine.tokenizer, arguments.trace_png, prefix)
         if completion.logprobs is not None:
             console.print(_logprobs(completion, engine.tokenizer))
         if arguments.stats:
             m = completion.metrics
             counts = dict(enumerate(m.histogram))
             _print_stats(m.tokens, m.rounds, m.ttft_s, m.tokens_per_s, counts)
+
+
+def _is_traced(arguments: argparse.Namespace) -> bool:
+    return arguments.trace or arguments.trace_png is not None
 
 
 def _print_stats(tokens: int, rounds: int, first_s: float, rate: float, sizes: dict) -> None:

@@ -1,12 +1,14 @@
 """What a model directory holds, and all that is wrong with it.
 
-Reads config and safetensors headers: tensors by part and format, the config in the library's terms,
-the tokenizer's file. Exit code 1 if a tensor is missing, unused or mis-shaped.
+Reads config, safetensors headers and text files: tensors by part and format, the config in the
+library's terms, tokenizer and chat template. Exit code 1 if a tensor is missing, unused or
+mis-shaped, or a text file does not load.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +20,19 @@ from rich.table import Table
 
 from kdtree.cli import units
 from kdtree.config import ModelConfig, load
-from kdtree.errors import CheckpointError
+from kdtree.errors import CheckpointError, ConfigError
 from kdtree.models import Deepseek, check_skipped
 from kdtree.plan import stored
 from kdtree.plan.tensors import PARTS, Tensors
-from kdtree.text import has_chat_template, tokenizer_file
+from kdtree.text import load_tokenizer, read_chat_templates, tokenizer_file
 from kdtree.weights import Checkpoint, check
+
+TEXT_FILES = (
+    "tiktoken.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,14 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     directory = arguments.model
     config = load(directory)
     rows, problems = _read(directory, config)
-    facts = {
-        "model": str(directory),
-        "config": asdict(config),
-        "tensors": rows,
-        "tokenizer": tokenizer_file(directory),
-        "chat_template": has_chat_template(directory),
-        "problems": problems,
-    }
+    text, text_problems = _read_text(directory)
+    problems += text_problems
+    facts = {"model": str(directory), "config": asdict(config), "tensors": rows}
+    facts |= text | {"problems": problems}
     if arguments.json:
         print(json.dumps(facts))
     else:
@@ -62,6 +67,26 @@ def _read(directory: Path, config: ModelConfig) -> tuple[list[dict], list[str]]:
         return [], [line.strip() for line in rest] or [first]
     problems = check_skipped(config, checkpoint)
     return rows, problems + check(checkpoint, build, dtype=torch.bfloat16)
+
+
+def _read_text(directory: Path) -> tuple[dict, list[str]]:
+    """The text files that are there and what they hold, as far as it loads; why what does not."""
+    problems = {}  # once, where several fail for one reason
+
+    def tried(load: Callable, *arguments: object):
+        try:
+            return load(*arguments)
+        except (CheckpointError, ConfigError) as error:
+            problems[str(error)] = None
+
+    tokenizer = tried(load_tokenizer, directory)
+    facts = {
+        "text_files": [name for name in TEXT_FILES if os.path.lexists(directory / name)],
+        "tokenizer": tried(tokenizer_file, directory),
+        "tokens": None if tokenizer is None else len(tokenizer),
+        "chat_template": tried(read_chat_templates, directory) is not None,
+    }
+    return facts, list(problems)
 
 
 def _rows(tensors: Iterator[Tensors]) -> list[dict]:
@@ -108,8 +133,10 @@ def _show(facts: dict, config: ModelConfig) -> None:
             "" if row["used"] else "not used",
         )
     console.print(table)
+    console.print(f"text files: {', '.join(facts['text_files']) or 'none'}")
+    tokens = "" if facts["tokens"] is None else f" of {facts['tokens']:,} tokens"
     template = "a chat template" if facts["chat_template"] else "no chat template"
-    console.print(f"tokenizer: {facts['tokenizer'] or 'none'}, {template}")
+    console.print(f"tokenizer: {facts['tokenizer'] or 'none'}{tokens}, {template}")
     problems = facts["problems"]
     for problem in problems:
         console.print(f"PROBLEM: {problem}", style="bold red")

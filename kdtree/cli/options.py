@@ -1,8 +1,11 @@
 """Options that several commands share, and the engines and drafters that they name."""
 
 import argparse
+from pathlib import Path
 
 from kdtree import Engine, OracleConfig
+from kdtree import options as limits
+from kdtree.checks import shown
 from kdtree.weights import Progress
 
 
@@ -18,7 +21,14 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chain-seed", action="store_true", help="put the best chain in the tree first"
     )
-    parser.add_argument("--max-seq-len", type=int, metavar="N", help="tokens of context")
+    parser.add_argument("--max-seq-len", type=whole, metavar="N", help="tokens of context")
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", action="store_true", help="show every round's tree")
+    parser.add_argument(
+        "--trace-png", type=Path, metavar="DIR", help="draw them, DIR/round-001.png (matplotlib)"
+    )
 
 
 def engine(
@@ -40,6 +50,14 @@ def plain(arguments: argparse.Namespace, progress: Progress | None = None) -> En
     return Engine(arguments.model, progress=progress, **_model(arguments))
 
 
+def check(arguments: argparse.Namespace, drafters: list[str]) -> None:
+    """Raises what the engines of these drafters would, before the run without one takes its time"""
+    limits.budget(arguments.budget)
+    limits.is_chain(arguments.tree)
+    for name in drafters:
+        limits.drafter(drafter(name, []))
+
+
 def drafter(name: str, truth: list[list[int]]) -> str | OracleConfig:
     """The drafter of a name; "oracle" and "oracle:0.8" (its accuracy) are fed with `truth`.
 
@@ -48,7 +66,12 @@ def drafter(name: str, truth: list[list[int]]) -> str | OracleConfig:
     kind, _, accuracy = name.partition(":")
     if kind != "oracle":
         return name
-    return OracleConfig(truth=tuple(map(tuple, truth)), accuracy=float(accuracy or 1))
+    try:
+        right = float(accuracy or 1)
+    except ValueError:
+        wants = "oracle:ACCURACY, as oracle:0.8"
+        raise ValueError(f"drafter is {shown(name)}, wants {wants}") from None
+    return OracleConfig(truth=tuple(map(tuple, truth)), accuracy=right)
 
 
 def is_oracle(name: str) -> bool:
@@ -61,5 +84,22 @@ def _model(arguments: argparse.Namespace) -> dict:
 
 
 def _budget(text: str) -> int | str:
-    """Nodes, or "auto". What is neither is argparse's to report."""
-    return text if text == "auto" else int(text)
+    """Nodes, or "auto"."""
+    return text if text == "auto" else whole(text)
+
+
+def whole(text: str) -> int:
+    """An integer; what is none, or has more digits than Python reads, is argparse's to report."""
+    try:
+        return int(text)
+    except ValueError:
+        wants = "fewer digits" if text.strip("+-").isdecimal() else "an integer"
+        raise argparse.ArgumentTypeError(f"{shown(text)}, wants {wants}") from None
+
+
+def real(text: str) -> float:
+    """A number; what is none is argparse's to report."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)}, wants a number") from None

@@ -16,8 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kdtree.checks import whole
-from kdtree.cli import units
+from kdtree.checks import shown, whole
+from kdtree.cli import options, units
 from kdtree.plan import Machine, Plan, Source, formulas, make_plan, read
 from kdtree.plan.tensors import PARTS
 from kdtree.tree import MAX_NODES
@@ -29,12 +29,16 @@ PEAK = units.show(formulas.PEAK, "FLOP/s")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="DIR|config.json")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="that share the model")
+    parser.add_argument(
+        "--gpus", type=options.whole, default=1, metavar="N", help="that share the model"
+    )
     parser.add_argument("--gpu-memory", default="141GB", metavar="SIZE", help="of each; 141GB")
     parser.add_argument(
         "--reserve", default="6GB", metavar="SIZE", help="of it, for all but weights and cache; 6GB"
     )
-    parser.add_argument("--context", type=int, metavar="N", help=f"tokens before a step; {CONTEXT}")
+    parser.add_argument(
+        "--context", type=options.whole, metavar="N", help=f"tokens before a step; {CONTEXT}"
+    )
     parser.add_argument("--nodes", default="1,4,8,16,32,64", metavar="N,N", help="1,4,8,16,32,64")
     parser.add_argument("--bandwidth", default=BANDWIDTH, help=f"of memory; {BANDWIDTH}")
     parser.add_argument("--peak", default=PEAK, help=f"of bfloat16 products; {PEAK}")
@@ -74,10 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _nodes(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= MAX_NODES for word in words):
-        raise ValueError(f"nodes is {text!r}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
-    return sorted({int(word) for word in words})
+    allowed = {str(nodes): nodes for nodes in range(1, MAX_NODES + 1)}
+    words = {word.strip() for word in text.split(",")}
+    if not words <= allowed.keys():
+        raise ValueError(f"nodes is {shown(text)}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
+    return sorted(allowed[word] for word in words)
 
 
 def _skipped(source: Source) -> dict[str, int]:
@@ -104,7 +109,7 @@ def _facts(path: Path, source: Source, made: Plan) -> dict:
         "machine": asdict(made.machine),
         "parts": [asdict(part) for part in made.parts],
         "steps_ms": [
-            asdict(floor) | {"floor": floor.read, "total": floor.total} for floor in made.floors
+            asdict(step) | {"floor": step.read, "total": step.total} for step in made.steps
         ],
         "legal_sizes": list(made.legal),
         "sizes": [asdict(size) for size in made.sizes],
@@ -133,7 +138,7 @@ def _show(path: Path, source: Source, made: Plan) -> None:
     )
     console.print(_fit(source, made))
     console.print(f"\nA step in ms, {made.context:,} tokens of context, one sequence")
-    console.print(_floors(made))
+    console.print(_steps(made))
     console.print(f"Tensor-parallel sizes, legal: {', '.join(map(str, made.legal))}")
     console.print(_sizes(made))
     for line in _illegal(made):
@@ -150,7 +155,7 @@ def _table(*columns: str) -> Table:
 
 
 def _parts(made: Plan) -> Table:
-    first = made.floors[0]
+    first = made.steps[0]
     table = _table("part", "parameters", "stored as", "stored", "held as", "a rank", "read, ms")
     for part in made.parts:
         table.add_row(
@@ -192,16 +197,16 @@ def _fit(source: Source, made: Plan) -> str:
     return line
 
 
-def _floors(made: Plan) -> Table:
+def _steps(made: Plan) -> Table:
     table = _table(
         "nodes", "experts", "routed", "rest", "context", "floor", "all-reduce", "step", "of one"
     )
-    first = made.floors[0]
-    for floor in made.floors:
-        times = floor.routed, floor.rest, floor.context, floor.read, floor.all_reduce, floor.total
-        ratio = f"{floor.total / first.total:.2f}" if first.nodes == 1 else ""
-        experts = f"{floor.experts:.1f}"
-        table.add_row(str(floor.nodes), experts, *map(_digits, times), ratio)
+    first = made.steps[0]
+    for step in made.steps:
+        times = step.routed, step.rest, step.context, step.read, step.all_reduce, step.total
+        ratio = f"{step.total / first.total:.2f}" if first.nodes == 1 else ""
+        experts = f"{step.experts:.1f}"
+        table.add_row(str(step.nodes), experts, *map(_digits, times), ratio)
     return table
 
 
@@ -233,7 +238,7 @@ def _assumptions(made: Plan) -> list[str]:
         f"floor: every byte once at {units.show(machine.bandwidth, 'B/s')} ({bandwidth}) or every "
         f"flop at {units.show(machine.peak, 'FLOP/s')} ({peak}), whichever takes longer; "
         "launches and activations left out",
-        f"read: a part's weights, in a step of N = {made.floors[0].nodes}; routed, rest: the "
+        f"read: a part's weights, in a step of N = {made.steps[0].nodes}; routed, rest: the "
         "routed experts and all other weights; context: the cached latents",
         "experts: distinct ones a layer, E (1 - (1 - K/E)^N): uniform routing, assumed",
         f"reserve: {units.show(machine.reserve, 'B')} a GPU for all but weights and cache, assumed",

@@ -3,6 +3,8 @@
 import math
 import re
 
+from kdtree.checks import shown
+
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _FACTORS = {name.lower(): factor for name, factor in (_PREFIXES | _BINARY).items()}
@@ -16,7 +18,7 @@ def parse(name: str, text: str, unit: str, example: str) -> float:
     match = re.fullmatch(rf"\s*(\d+\.?\d*|\.\d+)\s*([kmgtp]i?)?{unit}\s*", text, re.IGNORECASE)
     value = float(match[1]) * _FACTORS[(match[2] or "").lower()] if match else 0.0
     if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {text!r}, wants a quantity such as {example}")
+        raise ValueError(f"{name} is {shown(text)}, wants a quantity such as {example}")
     return value
 
 

@@ -15,7 +15,7 @@ from kdtree.config.keys import Keys, agreed
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
 from kdtree.config.quantization import check_quantization
 from kdtree.errors import ConfigError
-from kdtree.files import read_object
+from kdtree.files import has_file, read_object
 
 MOST_LAYERS, MOST_EXPERTS = 1 << 10, 1 << 12  # tensors are named one by one before any is seen
 INNER_NORM_EPS = 1e-6  # what the reference code builds the two inner norms with
@@ -27,10 +27,11 @@ def load(directory: Path) -> ModelConfig:
     Raises ConfigError as from_hf does, and where there is no config.json.
     """
     path = directory / "config.json"
-    if not path.is_file():
+    if not has_file(path, ConfigError):
         raise ConfigError(f"{directory} has no config.json: it is not a model directory")
     generation = directory / "generation_config.json"
-    return from_hf(read_json(path), read_json(generation) if generation.is_file() else None)
+    has_generation = has_file(generation, ConfigError)
+    return from_hf(read_json(path), read_json(generation) if has_generation else None)
 
 
 def from_hf(config: dict, generation: dict | None = None) -> ModelConfig:

@@ -58,6 +58,8 @@ class Ngram(Stateless):
         """Tokens [B, M, J] after the best matches, and which of them are known. Best: the longest,
         the latest among equals."""
         c, history = self.config, state.token
+        if history.device.type == "cpu":  # elsewhere the host does not know how much there is
+            history = history[:, : max(int(state.length.max()), self.matches)]
         index = torch.arange(history.shape[1], device=history.device)
         last = (state.length - 1)[:, None]
         same = torch.ones_like(history, dtype=torch.bool)

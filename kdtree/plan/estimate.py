@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kdtree.checks import shown
 from kdtree.config import ModelConfig
 from kdtree.errors import CapacityError
 from kdtree.plan import formulas
@@ -54,8 +55,8 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """The least time of one step of so many nodes, in ms by cause.
+class StepTime:
+    """What one step of so many nodes takes at the least, in ms by cause.
 
     experts: distinct ones a layer; weights: reading them, by part; context: reading the cached
     latents; all_reduce: an assumption, not a floor
@@ -91,7 +92,7 @@ class Plan:
     """A model on a machine.
 
     cache_bytes: of a token, on every rank
-    context: tokens before the steps of `floors`; longest: tokens that fit, at most the model's own;
+    context: tokens before each of `steps`; longest: tokens that fit, at most the model's own;
     fitting: tokens that memory alone would allow
     sizes: up to the machine's; legal: all; illegal: up to the machine's, with the reasons
     """
@@ -102,7 +103,7 @@ class Plan:
     context: int
     longest: int
     fitting: int
-    floors: tuple[Floor, ...]
+    steps: tuple[StepTime, ...]
     sizes: tuple[Size, ...]
     legal: tuple[int, ...]
     illegal: dict[int, tuple[str, ...]]
@@ -138,18 +139,13 @@ def make_plan(
     not the context.
     """
     if context > config.max_positions:
-        raise CapacityError(f"context is {context}, the model has {config.max_positions}")
+        raise CapacityError(f"context is {shown(context)}, the model has {config.max_positions}")
     tensors = [each for each in tensors if each.part in PARTS]
     has_int4 = any("int4" == each.held_as(int4) for each in tensors)
-    legal = formulas.legal_sizes(config, has_int4)
-    if machine.gpus not in legal:
-        reasons = "; ".join(formulas.indivisible(config, machine.gpus, has_int4))
-        raise ValueError(
-            f"gpus is {machine.gpus}, but {reasons}; legal: {', '.join(map(str, legal))}"
-        )
+    legal, illegal = _sizes(config, machine.gpus, has_int4)
     parts = _parts(tensors, machine.gpus, int4)
     fitting = _fitting(config, machine, sum(part.rank_bytes for part in parts))
-    smaller = range(1, machine.gpus + 1)
+    smaller = [ranks for ranks in legal if ranks <= machine.gpus]
     return Plan(
         machine=machine,
         parts=parts,
@@ -157,13 +153,23 @@ def make_plan(
         context=context,
         longest=min(fitting, config.max_positions),
         fitting=fitting,
-        floors=tuple(_floor(config, parts, machine, context, n) for n in nodes),
-        sizes=tuple(_size(config, tensors, machine, n, int4) for n in smaller if n in legal),
-        legal=tuple(legal),
-        illegal={
-            n: tuple(formulas.indivisible(config, n, has_int4)) for n in smaller if n not in legal
-        },
+        steps=tuple(_step(config, parts, machine, context, n) for n in nodes),
+        sizes=tuple(_size(config, tensors, machine, ranks, int4) for ranks in smaller),
+        legal=legal,
+        illegal=illegal,
     )
+
+
+def _sizes(
+    config: ModelConfig, gpus: int, int4: bool
+) -> tuple[tuple[int, ...], dict[int, tuple[str, ...]]]:
+    """All legal numbers of ranks, and why the others up to the GPUs' are none."""
+    legal = tuple(formulas.legal_sizes(config, int4))
+    if gpus not in legal:
+        reasons = "; ".join(formulas.indivisible(config, gpus, int4))
+        raise ValueError(f"gpus is {gpus}, but {reasons}; legal: {', '.join(map(str, legal))}")
+    others = (ranks for ranks in range(1, gpus + 1) if ranks not in legal)
+    return legal, {ranks: tuple(formulas.indivisible(config, ranks, int4)) for ranks in others}
 
 
 def _parts(tensors: list[Tensors], ranks: int, int4: bool) -> tuple[Part, ...]:
@@ -202,9 +208,9 @@ def _fitting(config: ModelConfig, machine: Machine, weights: int) -> int:
     return formulas.longest_context(config, machine.memory - machine.reserve - weights)
 
 
-def _floor(
+def _step(
     config: ModelConfig, parts: tuple[Part, ...], machine: Machine, context: int, nodes: int
-) -> Floor:
+) -> StepTime:
     where, m = (machine.bandwidth, machine.peak), config.moe
     experts = formulas.distinct_experts(m.experts, m.experts_per_token, nodes) if m else 0.0
     weights = {}
@@ -222,7 +228,7 @@ def _floor(
         *where,
     )
     reduces = formulas.all_reduces(config) if machine.gpus > 1 else 0
-    return Floor(
+    return StepTime(
         nodes=nodes,
         experts=experts,
         weights=weights,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kdtree.config import ModelConfig
 from kdtree.errors import ConfigError
-from kdtree.weights import Checkpoint
-from kdtree.weights.formats import GROUP, fp8_scale_shape
+from kdtree.weights import Checkpoint, formats
+from kdtree.weights.formats import CODES, FLOATS, GROUP, Stored
 
 ROUTED = "routed experts"
 PARTS = (
@@ -41,6 +41,10 @@ _WORDS = {
     "post_attention_layernorm": "norms",
     "norm": "norms",
 }
+# Last words of the names of what INT4 and FP8 matrices are stored as, beside FP8's own "weight".
+_INT4 = [f"weight{part.suffix}" for part in formats.int4((GROUP, GROUP))]
+_PACKED, _SCALE, _ = _INT4
+_FP8_SCALE = f"weight{formats.fp8((1, 1))[1].suffix}"
 # What every tensor-parallel rank holds whole: too small to be worth a collective when divided.
 _WHOLE_PARTS = ("router", "norms")
 _WHOLE_NAMES = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
@@ -79,22 +83,18 @@ class Tensors:
     @property
     def stored_as(self) -> str:
         """int4 or fp8, scales and shapes included, else the dtype."""
-        if self.kind in ("weight_packed", "weight_scale", "weight_shape"):
+        if self.kind in _INT4:
             return "int4"
-        if self.kind == "weight_scale_inv" or self.dtype.lower().startswith(("f8", "float8")):
+        if self.kind == _FP8_SCALE or self.dtype.lower().startswith(("f8", "float8")):
             return "fp8"
         return self.dtype
 
     @property
     def parameters(self) -> int:
         """Weights: codes counted one by one, scales and shapes not at all."""
-        if self.kind == "weight_packed":
-            return 8 * self.elements
-        return (
-            0
-            if self.kind in ("weight_scale", "weight_shape", "weight_scale_inv")
-            else self.elements
-        )
+        if self.kind == _PACKED:
+            return CODES * self.elements
+        return 0 if self.kind in (*_INT4, _FP8_SCALE) else self.elements
 
     def held_as(self, int4: bool) -> str:
         """In the engine's memory. int4: routed experts that are stored otherwise become INT4."""
@@ -106,13 +106,15 @@ class Tensors:
 
     def held_bytes(self, int4: bool) -> int:
         """In the engine's memory, of all ranks' shares together. int4: as for held_as"""
-        if self.kind in ("weight_shape", "weight_scale_inv"):
+        if self.kind == _SCALE:
+            return HELD * self.elements
+        if not self.parameters:
             return 0
         if self.part == "router":
             return 2 * HELD * self.elements
-        if self.kind == "weight_packed":
+        if self.kind == _PACKED:
             return self.bytes
-        if self.kind != "weight_scale" and self.held_as(int4) == "int4":
+        if self.held_as(int4) == "int4":
             return self.elements // 2 + self.elements // GROUP * HELD
         return HELD * self.elements
 
@@ -161,21 +163,18 @@ def expected(config: ModelConfig, storage: str) -> Iterator[Tensors]:
     """The tensors that a checkpoint of this config holds, in the storage of that name."""
     dtype = storage if storage not in ("int4", "fp8") else "bfloat16"
     for part, name, shape, count in _matrices(config):
-        if storage == "fp8":
-            yield Tensors(part, f"{name}.weight", shape, "float8_e4m3fn", count)
-            yield Tensors(
-                part, f"{name}.weight_scale_inv", fp8_scale_shape(shape), "float32", count
-            )
-        elif storage == "int4" and part == ROUTED:
-            out, features = shape
-            yield Tensors(part, f"{name}.weight_packed", (out, features // 8), "int32", count)
-            yield Tensors(part, f"{name}.weight_scale", (out, features // GROUP), dtype, count)
-            yield Tensors(part, f"{name}.weight_shape", (2,), "int32", count)
-        else:
-            yield Tensors(part, f"{name}.weight", shape, dtype, count)
-    for part, name, shape, count in _unquantised(config):
+        for each in _stored_as(storage, part, shape):
+            kind = dtype if each.dtypes == FLOATS else str(each.dtypes[0]).removeprefix("torch.")
+            yield Tensors(part, f"{name}.weight{each.suffix}", each.shape, kind, count)
+    for part, name, shape, count in _unquantized(config):
         kind = "float32" if name == "gate.e_score_correction_bias" else dtype
         yield Tensors(part, name, shape, kind, count)
+
+
+def _stored_as(storage: str, part: str, shape: tuple[int, int]) -> tuple[Stored, ...]:
+    if storage == "fp8":
+        return formats.fp8(shape)
+    return formats.int4(shape) if storage == "int4" and part == ROUTED else (Stored("", shape),)
 
 
 def _matrices(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], int]]:
@@ -203,7 +202,7 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], 
             yield part, "down_proj", (c.hidden, width), count
 
 
-def _unquantised(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+def _unquantized(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
     """Part, name, shape and number of all other tensors."""
     c, a, m = config, config.mla, config.moe
     yield "embedding", "embed_tokens.weight", (c.vocab, c.hidden), 1

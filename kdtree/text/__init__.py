@@ -4,7 +4,7 @@ What the tokens mean to a model (end of sequence, say) is not known here. Everyt
 works token by token, so that a text can end anywhere inside a run of tokens that a round accepts.
 """
 
-from kdtree.text.chat import ChatTemplate, Message, has_chat_template, load_chat_template
+from kdtree.text.chat import ChatTemplate, Message, load_chat_template, read_chat_templates
 from kdtree.text.load import TOKENIZERS, load_tokenizer, tokenizer_file
 from kdtree.text.stream import Detokenizer, StopStrings
 from kdtree.text.tokenizer import Tokenizer
@@ -16,8 +16,8 @@ __all__ = [
     "Message",
     "StopStrings",
     "Tokenizer",
-    "has_chat_template",
     "load_chat_template",
     "load_tokenizer",
+    "read_chat_templates",
     "tokenizer_file",
 ]

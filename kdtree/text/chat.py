@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kdtree.checks import flag
 from kdtree.errors import CheckpointError, ConfigError
+from kdtree.files import has_file
 from kdtree.text.files import named_tokens, read_config
 from kdtree.text.sandbox import Sandbox
 from kdtree.text.tokenizer import Tokenizer
@@ -87,23 +88,24 @@ class ChatTemplate:
         return chosen[0]
 
 
-def has_chat_template(directory: str | Path) -> bool:
-    """Whether load_chat_template finds one, right or wrong."""
-    path = Path(directory) / "chat_template.jinja"
-    return path.is_file() or read_config(Path(directory)).get("chat_template") is not None
-
-
 def load_chat_template(directory: str | Path, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """chat_template.jinja, else "chat_template" of tokenizer_config.json.
+    """The model directory's chat templates, None where it has none or no tokenizer.
 
-    None where there is neither, or no tokenizer.
+    Raises as read_chat_templates.
+    """
+    found = None if tokenizer is None else read_chat_templates(directory)
+    return ChatTemplate(*found, tokenizer) if found else None
+
+
+def read_chat_templates(directory: str | Path) -> tuple[Path, dict[str, str], dict] | None:
+    """chat_template.jinja, else "chat_template" of tokenizer_config.json; None of neither.
+
+    returns the file, the templates by name, and the variables that tokenizer_config.json gives them
     Raises CheckpointError on a file that cannot be read, ConfigError on an entry of another kind.
     """
-    if tokenizer is None:
-        return None
     config = read_config(Path(directory))
     path = Path(directory) / "chat_template.jinja"
-    if path.is_file():
+    if has_file(path, CheckpointError):
         try:
             given = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -122,7 +124,7 @@ def load_chat_template(directory: str | Path, tokenizer: Tokenizer | None) -> Ch
             f"{path} has chat_template {str(given)[:80]}, wants a string or a list of "
             '{"name": string, "template": string}'
         ) from None
-    return ChatTemplate(path, templates, named_tokens(config), tokenizer)
+    return path, templates, named_tokens(config)
 
 
 def _spell(values: dict) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kdtree.errors import CheckpointError, ConfigError
-from kdtree.files import read_object
+from kdtree.files import has_file, read_object
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -11,7 +11,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 def read_config(directory: Path) -> dict:
     """tokenizer_config.json; empty where there is none."""
     path = directory / "tokenizer_config.json"
-    return read_object(path, CheckpointError) if path.is_file() else {}
+    return read_object(path, CheckpointError) if has_file(path, CheckpointError) else {}
 
 
 def named_tokens(config: dict) -> dict[str, str]:

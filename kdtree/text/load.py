@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from kdtree.errors import CheckpointError
+from kdtree.files import has_file
 from kdtree.text.byte_level import ByteLevelTokenizer
 from kdtree.text.tokenizer import Tokenizer
 
@@ -14,8 +16,10 @@ def tokenizer_file(directory: str | Path) -> str | None:
 
     Where both are, tiktoken.model is taken: that is what Kimi's checkpoints are published with, a
     tokenizer.json beside it is somebody's conversion.
+    Raises CheckpointError where one of the names is no file's.
     """
-    return next((file for file in FILES if (Path(directory) / file).is_file()), None)
+    there = [file for file in FILES if has_file(Path(directory) / file, CheckpointError)]
+    return there[0] if there else None
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:

@@ -18,7 +18,6 @@ from kdtree.weights.header import LIMIT, Entry, parse, read, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,

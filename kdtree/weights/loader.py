@@ -5,24 +5,22 @@ takes no memory. Only when nothing is missing, unused or mis-shaped does the sec
 it reads ahead, since the first one knows in which order tensors are taken.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kdtree import ops
-from kdtree.weights.checkpoint import FLOATS, Checkpoint
-from kdtree.weights.formats import GROUP, dequantise_fp8, fp8_scale_shape, quantise_int4
-from kdtree.weights.memory import Request
+from kdtree.weights import formats
+from kdtree.weights.checkpoint import Checkpoint
+from kdtree.weights.formats import FLOATS, FP8, GROUP, Stored
+from kdtree.weights.passes import Checking, Loading, Pass
 from kdtree.weights.reader import Progress, Reader, Reading
 
 Model = TypeVar("Model")
-FP8 = torch.float8_e4m3fn
-META = torch.device("meta")
 
 
 def load(
@@ -43,17 +41,19 @@ def load(
     progress: called with the bytes loaded so far and the bytes in all, as they grow
     Beside the model's own, host memory holds at most 2 * reading.ring bytes, never more than the
     two largest files have, and what the conversion of one matrix takes.
-    Raises CheckpointError, naming every missing, unused or mis-shaped tensor before it takes
-    memory; and, once all is read, every tensor that holds a NaN or an infinity.
+    Raises CheckpointError. From the headers, before memory is taken: every missing, unused or
+    mis-shaped tensor. From the numbers, as they are read: every tensor that holds a NaN or an
+    infinity, a number too large for the model's dtype, or a scale that cannot be one; of these it
+    names all that were found by the time that one of their files had been read to its end.
     """
     if quantize not in (None, "int4"):
         raise ValueError(f"quantize is {quantize!r}, wants None or 'int4'")
-    plan = _Plan(checkpoint)
-    checkpoint.fail(plan.problems(build, dtype, quantize))
+    checking = Checking(checkpoint)
+    checkpoint.fail(_problems(checking, build, dtype, quantize))
     device, reading = torch.device(device), reading or Reading()
-    with Reader(checkpoint, plan.requests, device, reading, progress) as reader:
-        model = build(Weights(checkpoint, device, dtype, quantize, reader))
-    checkpoint.fail([f"{name} is not finite" for name in sorted(reader.non_finite)])
+    with Reader(checkpoint, checking.requests, device, reading, progress) as reader:
+        model = build(Weights(checkpoint, Loading(reader, device), dtype, quantize))
+        reader.finish()
     return model
 
 
@@ -65,56 +65,33 @@ def check(
     quantize: str | None = None,
 ) -> list[str]:
     """Every missing, unused or mis-shaped tensor, as load would name it; takes no memory."""
-    return _Plan(checkpoint).problems(build, dtype, quantize)
+    return _problems(Checking(checkpoint), build, dtype, quantize)
 
 
-@dataclass
-class _Plan:
-    """What the first pass finds: tensors in the order of their taking, and what is wrong."""
-
-    checkpoint: Checkpoint
-    requests: list[Request] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
-    wrong: list[str] = field(default_factory=list)
-    shapes: dict[str, list[int]] = field(default_factory=dict)  # what weight_shapes must hold
-
-    def problems(self, build: Callable, dtype: torch.dtype, quantize: str | None) -> list[str]:
-        build(Weights(self.checkpoint, META, dtype, quantize, self))
-        unused = sorted(set(self.checkpoint.shapes) - self.taken)
-        self.wrong += [f"{name} is not used by the model" for name in unused]
-        names = [name for name in self.shapes if self.checkpoint.shapes.get(name) == (2,)]
-        for name, found in self.checkpoint.tensors(names).items():
-            if found.tolist() != self.shapes[name]:
-                self.wrong.append(f"{name} is {found.tolist()}, wants {self.shapes[name]}")
-        return self.wrong
-
-    def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-        """A stored tensor must be there and as wanted."""
-        self.taken.add(name)
-        if name not in self.checkpoint:
-            self.wrong.append(f"{name} is missing")
-            return
-        found, dtype = self.checkpoint.shapes[name], self.checkpoint.dtypes[name]
-        if found != shape:
-            self.wrong.append(f"{name} has shape {list(found)}, wants {list(shape)}")
-        if dtype not in dtypes:
-            wants = ", ".join(map(_plain, dtypes))
-            self.wrong.append(f"{name} has dtype {_plain(dtype)}, wants {wants}")
+def _problems(
+    checking: Checking, build: Callable, dtype: torch.dtype, quantize: str | None
+) -> list[str]:
+    build(Weights(checking.checkpoint, checking, dtype, quantize))
+    return checking.finish()
 
 
 @dataclass(frozen=True)
 class Weights:
     """The tensors under a prefix of a checkpoint, taken by name and expected shape.
 
-    source: a plan to be made, where the device is meta, or a reader that follows it
+    source: of the pass, which checks or loads what is taken
     """
 
     checkpoint: Checkpoint
-    device: torch.device
+    source: Pass
     dtype: torch.dtype
     quantize: str | None
-    source: _Plan | Reader
     prefix: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """Of what is taken: "meta" while it is only checked."""
+        return self.source.device
 
     def at(self, name: object) -> "Weights":
         """The tensors below a further name."""
@@ -127,10 +104,10 @@ class Weights:
         """A floating-point tensor, as dtype (the model's own by default)."""
         dtype = dtype or self.dtype
         if self._dtype(name) == dtype:
-            return self._stored([name], shape, FLOATS).view(shape)
+            return self._keep([name], shape).view(shape)
         out = self._empty(shape, dtype)
-        with self._borrowed(name, shape, FLOATS) as stored:
-            return out.copy_(stored)
+        self.source.convert(self.prefix + name, [Stored("", shape)], dtype, out.copy_)
+        return out
 
     def take_matrix(self, name: str, *shape: int) -> Tensor:
         """A matrix of a dense product, which may be stored as FP8, with scales in weight_scale_inv.
@@ -138,16 +115,16 @@ class Weights:
         bfloat16 stays so, being the same numbers in fewer bytes; else it has the model's dtype
         """
         if self._dtype(name) in (torch.bfloat16, self.dtype):
-            return self._stored([name], shape, FLOATS).view(shape)
-        return self._convert(self._empty(shape, self.dtype), name)
+            return self._keep([name], shape).view(shape)
+        return self._convert(name, self._empty(shape, self.dtype))
 
     def take_bank(self, names: Sequence[str], *shape: int) -> Tensor:
         """Matrices of one shape, stacked, in the model's dtype: [len(names), *shape]."""
         if {self._dtype(name) for name in names} == {self.dtype}:
-            return self._stored(names, shape, FLOATS).view(len(names), *shape)
+            return self._keep(names, shape).view(len(names), *shape)
         bank = self._empty((len(names), *shape), self.dtype)
         for matrix, name in zip(bank, names, strict=True):
-            self._convert(matrix, name)
+            self._convert(name, matrix)
         return bank
 
     def take_int4_bank(
@@ -165,21 +142,15 @@ class Weights:
             self._empty((*tiles, 32), self.dtype),
         )
         plain = self._empty((out, features), self.dtype)
-        for i, name in enumerate(names):
-            if self.quantize and not self.has(f"{name}.weight_packed"):
-                self._convert(plain, f"{name}.weight")
-                if not self._planning:
-                    self._pack(bank[i], scales[i], *quantise_int4(plain))
-            else:
-                self._int4(bank[i], scales[i], name, out, features)
-            if self._planning and (out % GROUP or features % GROUP):
+        for name, *packed in zip(names, bank, scales, strict=True):
+            if out % GROUP or features % GROUP:
                 what = f"{self.prefix}{name} is {out} x {features}"
-                self.source.wrong.append(f"{what}, INT4 wants multiples of {GROUP}")
+                self.source.refuse(f"{what}, INT4 wants multiples of {GROUP}")
+            if self.quantize and not self.has(f"{name}.weight_packed"):
+                self._convert(f"{name}.weight", plain, partial(_quantize, *packed))
+            else:
+                self._int4(f"{name}.weight", (out, features), *packed)
         return bank, scales
-
-    @property
-    def _planning(self) -> bool:
-        return self.device.type == "meta"
 
     def _dtype(self, name: str) -> torch.dtype | str | None:
         """As which it is stored."""
@@ -188,55 +159,43 @@ class Weights:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _convert(self, out: Tensor, name: str) -> Tensor:
-        """Fills out with a stored matrix of its shape; FP8 has scales beside it."""
-        if self._dtype(name) != FP8:
-            with self._borrowed(name, out.shape, (*FLOATS, FP8)) as stored:
-                return out.copy_(stored)
-        scale = f"{name}_scale_inv", fp8_scale_shape(out.shape), (torch.float32,)
-        with self._borrowed(name, out.shape, (FP8,)) as stored, self._borrowed(*scale) as scale:
-            return out if self._planning else dequantise_fp8(stored, scale, out)
+    def _keep(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+        """Tensors of one dtype as they are stored."""
+        full = [self.prefix + name for name in names]
+        return self.source.keep(full, Stored("", shape), self._dtype(names[0]))
 
-    def _int4(self, bank: Tensor, scales: Tensor, name: str, out: int, features: int) -> None:
-        """Fills bank and scales with a matrix that is stored in INT4."""
-        codes = f"{name}.weight_packed", (out, features // 8), (torch.int32,)
-        scale = f"{name}.weight_scale", (out, features // GROUP), FLOATS
-        with self._borrowed(*codes) as codes, self._borrowed(*scale) as scale:
-            if not self._planning:
-                self._pack(bank, scales, codes, scale)
-                return
-        shape = f"{self.prefix}{name}.weight_shape"
-        self.source.expect(shape, (2,), (torch.int32, torch.int64))
-        self.source.shapes[shape] = [out, features]
-
-    def _pack(self, bank: Tensor, scales: Tensor, codes: Tensor, scale: Tensor) -> None:
-        packed, scale = ops.int4_pack(codes, scale.to(self.dtype))
-        bank.copy_(packed)
-        scales.copy_(scale)
-
-    @contextmanager
-    def _borrowed(self, name: str, shape: tuple[int, ...], dtypes: tuple) -> Iterator[Tensor]:
-        """A tensor as stored, on the device, whose memory is used again after."""
-        stored = self._stored([name], shape, dtypes, borrowed=True)
-        yield stored.view(shape)
-        if not self._planning:
-            self.source.give_back(stored.view(torch.uint8))
-
-    def _stored(
-        self, names: Sequence[str], shape: tuple[int, ...], dtypes: tuple, borrowed: bool = False
+    def _convert(
+        self, name: str, out: Tensor, use: Callable[[Tensor], object] | None = None
     ) -> Tensor:
-        """Tensors of one shape and dtype, as stored, their elements one after the other: 1-D."""
-        request = Request(tuple(self.prefix + name for name in names), borrowed)
-        if not self._planning:
-            return self.source.take(request).view(self._dtype(names[0]))
-        for name in request.names:
-            self.source.expect(name, shape, dtypes)
-        self.source.requests.append(request)
-        dtype = self._dtype(names[0])
-        return self._empty(
-            (len(names) * math.prod(shape),), dtype if dtype in dtypes else dtypes[0]
-        )
+        """Fills out with a stored matrix of its shape, then calls use with it."""
+        parts, decode = [Stored("", out.shape, (*FLOATS, FP8))], out.copy_
+        if self._dtype(name) == FP8:
+            parts, decode = formats.fp8(out.shape), partial(formats.dequantize_fp8, out=out)
+
+        def fill(*stored: Tensor) -> None:
+            decode(*stored)
+            if use:
+                use(out)
+
+        self.source.convert(self.prefix + name, parts, self.dtype, fill)
+        return out
+
+    def _int4(self, name: str, shape: tuple[int, int], bank: Tensor, scales: Tensor) -> None:
+        """Fills bank and scales with a matrix that is stored in INT4."""
+
+        def fill(codes: Tensor, scale: Tensor) -> None:
+            if formats.loses_codes(codes, scale):
+                self.source.refuse(f"{self.prefix}{name}_scale is 0 where codes are not")
+            _pack(bank, scales, codes, scale)
+
+        self.source.convert(self.prefix + name, formats.int4(shape), self.dtype, fill)
 
 
-def _plain(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def _quantize(bank: Tensor, scales: Tensor, w: Tensor) -> None:
+    _pack(bank, scales, *formats.quantize_int4(w))
+
+
+def _pack(bank: Tensor, scales: Tensor, codes: Tensor, scale: Tensor) -> None:
+    packed, scale = ops.int4_pack(codes, scale.to(scales.dtype))
+    bank.copy_(packed)
+    scales.copy_(scale)

@@ -11,14 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kdtree.weights.numbers import Rule
+
 HUGE_PAGE = 2 << 20  # bytes
 
 
 class Request(NamedTuple):
-    """Tensors that are taken as one, their bytes side by side; borrowed if given back soon."""
+    """Tensors that are taken as one, their bytes side by side; borrowed if given back soon.
+
+    rule: for their numbers
+    """
 
     names: tuple[str, ...]
     borrowed: bool = False
+    rule: Rule = Rule()
 
 
 @dataclass(eq=False, slots=True)

@@ -1,13 +1,13 @@
 """Reads a checkpoint's tensors ahead of their use, in the order in which they will be taken.
 
-A few threads fill pieces of several MB by plain reads, no mapped pages, and look for numbers that
-are not finite; the caller's thread takes whole items. On a CPU a piece is read to where it stays,
+A few threads fill pieces of several MB by plain reads, no mapped pages, and judge the numbers; the
+caller's thread takes whole items. On a CPU a piece is read to where it stays,
 or into a buffer that is used again where the caller only borrows it. For a CUDA device it is read
 into a ring of pinned buffers, and copied from there when it is taken.
 """
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kdtree.weights.checkpoint import Checkpoint
-from kdtree.weights.finite import is_finite
 from kdtree.weights.memory import Host, Item, Piece, Pinned, Request
+from kdtree.weights.numbers import fault
 
 STEP = 1 << 20  # bytes, less than a core's own cache; a multiple of every dtype's size
 Progress = Callable[[int, int], None]  # bytes taken so far, and bytes in all
@@ -45,7 +45,7 @@ class Reader:
     """Answers the requests in their order. A context manager: leaving it ends the threads.
 
     device: where the bytes are wanted; progress: called as they are taken
-    non_finite: the tensors in which a NaN or an infinity was found so far
+    faults: tensors and what was found wrong with their numbers so far; problems: the caller's own
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Reader:
         progress: Progress | None = None,
     ):
         self.checkpoint = checkpoint
-        self.non_finite: set[str] = set()
+        self.faults: set[tuple[str, str]] = set()
+        self.problems: list[str] = []
         entries = checkpoint.entries
         self._items = deque(
             Item(request, sum(entries[name].nbytes for name in request.names))
@@ -67,6 +68,7 @@ class Reader:
         self._progress = progress or (lambda taken, total: None)
         names = [name for item in self._items for name in item.request.names]
         self._files = dict.fromkeys(entries[name].file for name in names)
+        self._left = Counter(entries[name].file for name in names)  # tensors not yet taken
         largest = max((entries[name].begin + entries[name].nbytes for name in names), default=0)
         ring = min(reading.ring, largest)
         cuda = device.type == "cuda"
@@ -97,7 +99,11 @@ class Reader:
         self._opened.close()
 
     def take(self, request: Request) -> Tensor:
-        """The next request's bytes, uint8 on the device. Raises what went wrong in reading."""
+        """The next request's bytes, uint8 on the device. Raises what went wrong in reading.
+
+        Where a file was taken whole and something is wrong with its numbers, names all such faults.
+        """
+        self._fail_early()
         item = self._items.popleft()
         assert item.request == request, f"{request} taken, {item.request} is next"
         landed = 0
@@ -114,6 +120,7 @@ class Reader:
                 landed += piece.nbytes
                 self._taken += piece.nbytes
                 self._progress(self._taken, self._bytes)
+        self._left.subtract(self.checkpoint.entries[name].file for name in request.names)
         memory, item.memory = item.memory, None  # the caller's alone
         return memory
 
@@ -121,6 +128,17 @@ class Reader:
         """Takes back what was borrowed: it is overwritten from here on."""
         with self._lock:
             self._memory.keep(memory)
+
+    def finish(self) -> None:
+        """Raises CheckpointError if something is wrong with the numbers read."""
+        faults = sorted(f"{name} {what}" for name, what in self.faults.copy())
+        self.checkpoint.fail(faults + self.problems)
+
+    def _fail_early(self) -> None:
+        """As finish, once a file with a fault was taken whole."""
+        entries = self.checkpoint.entries
+        if any(not self._left[entries[name].file] for name, _ in self.faults.copy()):
+            self.finish()
 
     def _open(self, file: str) -> int:
         try:
@@ -176,8 +194,8 @@ class Reader:
                     if n == 0:
                         raise OSError("it is truncated")
                     got += n
-                if not is_finite(part, dtype):
-                    self.non_finite.add(piece.name)
+                if wrong := fault(part, dtype, piece.item.request.rule):
+                    self.faults.add((piece.name, wrong))
                 at += len(part)
         except OSError as error:
             self.checkpoint.fail([f"{entry.file}, at {piece.name}: {error}"])

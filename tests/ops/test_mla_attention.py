@@ -1,3 +1,5 @@
+from threading import Thread
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,27 @@ def test_padding(dtype, device, rng):
     got = case.to(device).run()
     assert not got[0, 6:].any() and not got[2].any()
     check(case, device)
+
+
+def test_two_threads_of_different_sizes(device, rng):
+    """One wants far more shared memory than the other; each gets what it has alone."""
+    cases = [random_case([70], 3, 4, C, 8, torch.float32, rng).to(device) for C in (256, 512)]
+    alone = [case.run() for case in cases]
+    wrong = []
+
+    def work(case, want):
+        try:
+            if not all(torch.equal(case.run(), want) for _ in range(200)):
+                wrong.append("other bits")
+        except RuntimeError as error:
+            wrong.append(error)
+
+    threads = [Thread(target=work, args=pair) for pair in zip(cases, alone, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
