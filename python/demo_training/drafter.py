@@ -29,7 +29,7 @@ from demo_training.drafter_text import Part, Text, write_part
 from demo_training.drafter_train import DraftPlan, DraftTrainer
 from demo_training.tokens import read_tokens
 
-AFTER = 100  # seconds kept for fitting, judging and saving
+AFTER = 85  # seconds kept for fitting, judging and saving
 TOLD = "seed rows anchors muon_lr adam_lr decay gamma cool quantised select joint cohorts".split()
 
 
@@ -158,7 +158,7 @@ class Session:
         self.stamp("compiled")
         count, after = trainer.plan.cohorts, min(AFTER, 0.3 * self.args.within)
         left = self.args.within - self.elapsed - after - (count - 1) * writing
-        trainer.plan = replace(trainer.plan, seconds=min(self.args.seconds, left))
+        trainer.plan = replace(trainer.plan, seconds=max(1.0, min(self.args.seconds, left)))
         try:
             for k in range(count):
                 if k:

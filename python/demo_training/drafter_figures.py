@@ -40,7 +40,7 @@ class Calibration:
         self.trainer, self.report = trainer, {}
         w, device = trainer.weights, trainer.device
         self.tables = Tables(w.before.detach(), w.after.detach(), bigram_table(data, w.shape.words))
-        rows = self.draft(data, 6 if small else 2048, draw)
+        rows = self.draft(data, 3 if small else 2048, draw)
         self.plain = Law.plain(trainer.slots, device)
         self.one: dict[float, dict[str, Law]] = {}
         for t in TEMPERATURES:
@@ -74,7 +74,7 @@ class Calibration:
         for t in TEMPERATURES:
             prompts = windows(data, count, 16 if count < 64 else 64, random)
             seed = CALIBRATION_SEED + torch.arange(count, device=device)
-            length = prompts.shape[1] + (24 if count < 64 else 128)
+            length = prompts.shape[1] + (16 if count < 64 else 128)
             temperature = torch.full((count,), t, device=device)
             text = write(trainer.target, prompts, length, temperature, seed, draw)
             weight = anchor_weights(text, trainer.slots)
@@ -109,7 +109,7 @@ def evaluate(
 ) -> Iterator[tuple[str, dict]]:
     """Figures by text and temperature: tokens a round by law and tree, and how much loops."""
     trainer = calibration.trainer
-    count, prompt, new = (3, 16, 16) if small else (192, 64, 128)
+    count, prompt, new = (2, 16, 8) if small else (192, 64, 128)
     for kind, data in held.items():
         for t in TEMPERATURES:
             device = trainer.device
