@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.stage == "corpus":
         corpus(args.out)
     elif args.stage == "tokens":
-        tokens(args.corpus, args.out, args.millions, args.code)
+        tokens(args.corpus, args.out, args.millions, args.code, args.tokenizer)
     elif args.stage == "check":
         check(args.model)
     elif args.stage == "speed":
@@ -72,6 +72,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     stage.add_argument("--out", type=Path, required=True)
     stage.add_argument("--millions", type=float, default=65.3, help="training tokens at most")
     stage.add_argument("--code", type=float, default=0.62, help="share of them that are code")
+    hint = "a model's tokenizer.json; by default one is trained"
+    stage.add_argument("--tokenizer", type=Path, help=hint)
     stage = stages.add_parser("check", help="recompute the held-out loss of a saved model")
     stage.add_argument("--model", type=Path, required=True)
     stage = stages.add_parser("train", help="train, judge and save")

@@ -228,10 +228,11 @@ def test_saved_tensors_are_those_that_ran(target, tmp_path):
     reader.t = load_file(tmp_path / "model.safetensors")
     assert "kdtree_scores" not in json.loads((tmp_path / "config.json").read_text())
     assert reader.weight("fc").equal(trainer.low["fc"][0].detach())
-    for i in range(SHAPE.layers):
-        for name, own in LAYER.items():
-            if own in trainer.low:
-                assert reader.weight(f"layers.{i}.{name}").equal(trainer.low[own][i].detach())
+    for part, names in (("self_attn", "q k v o"), ("mlp", "gate up down")):
+        for n in names.split():
+            for i in range(SHAPE.layers):
+                saved = reader.weight(f"layers.{i}.{part}.{n}_proj")
+                assert saved.equal(trainer.low[n][i].detach()), n
     error = (reader.weight("fc") - trainer.weights.fc[0]).detach().square().mean().sqrt()
     assert error < 0.12 * trainer.weights.fc.std()
     after = reader.t["candidate_selector.successor_codebook"]
