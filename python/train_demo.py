@@ -8,10 +8,12 @@ minutes of one H200; its routed experts are INT4, group 32. The commands, in ord
     python python/train_demo.py tokens --corpus corpus --out tokens.xz
     python python/train_demo.py train --tokens tokens.xz --out demo --seconds 480 --within 572
     python python/train_demo.py check --model demo
+    python python/train_demo.py drafter --model demo --tokens tokens.xz --out demo/drafter
 
 `corpus` needs a Debian machine with apt-get, dpkg and pip, and the package tokenizers; `train`
-needs torch, numpy, safetensors and tokenizers, and no network; `check` runs on a CPU. To try the
-whole path on a CPU: `train --tokens tokens.xz --out try --device cpu --small --seconds 20`.
+needs torch, numpy, safetensors and tokenizers, and no network; `check` runs on a CPU. `drafter`
+trains the block-diffusion drafter of a model that `train` saved, in about ten minutes too. To try
+the whole path on a CPU: `train --tokens tokens.xz --out try --device cpu --small --seconds 20`.
 `speed` times several ways of running the experts and attention on the GPU at hand.
 """
 
@@ -29,6 +31,7 @@ import numpy as np
 import torch
 from demo_training.check import check
 from demo_training.corpus import corpus
+from demo_training.drafter import add_options, drafter
 from demo_training.judge import Judge
 from demo_training.plan import Plan, Run
 from demo_training.save import save
@@ -48,11 +51,13 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.stage == "corpus":
         corpus(args.out)
     elif args.stage == "tokens":
-        tokens(args.corpus, args.out, args.millions, args.code)
+        tokens(args.corpus, args.out, args.millions, args.code, args.tokenizer)
     elif args.stage == "check":
         check(args.model)
     elif args.stage == "speed":
         speed(args)
+    elif args.stage == "drafter":
+        drafter(args)
     else:
         train(args)
 
@@ -67,6 +72,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     stage.add_argument("--out", type=Path, required=True)
     stage.add_argument("--millions", type=float, default=65.3, help="training tokens at most")
     stage.add_argument("--code", type=float, default=0.62, help="share of them that are code")
+    hint = "a model's tokenizer.json; by default one is trained"
+    stage.add_argument("--tokenizer", type=Path, help=hint)
     stage = stages.add_parser("check", help="recompute the held-out loss of a saved model")
     stage.add_argument("--model", type=Path, required=True)
     stage = stages.add_parser("train", help="train, judge and save")
@@ -78,6 +85,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     stage = stages.add_parser("speed", help="time ways of training")
     add_plan(stage, seconds=8)
     stage.add_argument("--ways", nargs="+", default=WAYS)
+    add_options(stages.add_parser("drafter", help="train, fit, judge and save a model's drafter"))
+    words = ["drafter" if word == "--drafter" else word for word in words or sys.argv[1:]]
     return parser.parse_args(words)
 
 

@@ -16,17 +16,16 @@ VOCAB = 8192
 EOT, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"  # ids 0, 1, 2
 
 
-def tokens(corpus: Path, out: Path, millions: float, share: float) -> None:
+def tokens(corpus: Path, out: Path, millions: float, share: float, own: Path | None) -> None:
     """Trains the tokenizer, tokenises, and writes one compressed file.
 
-    millions: of training tokens, at most; share: of them that are code. The file, all xz: the
+    millions: of training tokens, at most; share: of them that are code; own: the tokenizer.json of
+    a model, in place of one trained here. The file, all xz: the
     length of a JSON header (uint32), the header, then the sets it names, one after the other,
     as uint16. A document begins with EOT.
     """
     documents = {k: [json.loads(x) for x in open(corpus / f"{k}.jsonl")] for k in ("code", "prose")}
-    tokenizer = train_tokenizer(
-        [d["text"] for k in documents for d in documents[k] if not d["held"]]
-    )
+    tokenizer = Tokenizer.from_file(str(own)) if own else trained(documents)
     sets, limit = {"train": []}, {"code": share, "prose": 1 - share}
     for kind, group in documents.items():
         sets[f"held_{kind}"] = list(encoded(tokenizer, [d for d in group if d["held"]]))
@@ -69,8 +68,9 @@ def encoded(tokenizer: Tokenizer, documents: list[dict]) -> Iterator[np.ndarray]
             yield np.array([0, *row.ids], np.uint16)
 
 
-def train_tokenizer(texts: list[str]) -> Tokenizer:
+def trained(documents: dict[str, list[dict]]) -> Tokenizer:
     """Byte-level BPE of VOCAB ids; words keep one mark before them, indents are one piece."""
+    texts = [d["text"] for k in documents for d in documents[k] if not d["held"]]
     tokenizer = Tokenizer(models.BPE())
     pattern = Regex(
         r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+[ \t]*|"
