@@ -31,8 +31,9 @@ inline constexpr int kInt4Words = 128;  // int32 words of an INT4 tile
 inline constexpr int kTail = 16;        // last positions that attention reduces one by one
 inline constexpr int kSplit = 128;      // positions of a split of attention's other keys
 inline constexpr int kHeadBlock = 8;    // heads that share attention's workspace
-inline constexpr int kMaxNodes = 64;    // tree nodes a sequence: an ancestor set is one 64-bit word
-inline constexpr int kMaxDepth = 15;    // draft depth: a row's ancestors lie in its last kTail keys
+inline constexpr int kBlockParts = 32, kBlockTile = 32;  // of block_attention: runs, keys of a tile
+inline constexpr int kMaxNodes = 64;  // tree nodes a sequence: an ancestor set is one 64-bit word
+inline constexpr int kMaxDepth = 15;  // draft depth: a row's ancestors lie in its last kTail keys
 
 // y[t, :] = x[t, :] / sqrt(mean(x[t, :]^2) + eps) * w
 struct RmsNormParams {
@@ -198,6 +199,26 @@ struct MlaAttentionParams {
   int B, N, H, C, R, max_pages;
   float scale;
   DType dtype;  // of q, cache and out
+};
+
+// Attention of a drafted block. Slot i of sequence b stands at position length[b] + i and attends to
+// the cached positions, p at row p % S, and to the block's slots: all, or where causal up to its own;
+// with a window to less than `window` positions away. Query head h has key head h / (H / kv_heads).
+//   out[b, i, h] = softmax_j(scale * q[b, i, h] . key[j]) . value[j]; what no slot sees is not read.
+struct BlockAttentionParams {
+  const void* q;          // [B, N, H, width], contiguous
+  const void* k;          // [B, N, kv_heads, width], contiguous
+  const void* v;          // [B, N, kv_heads, width], contiguous
+  const void* cache_k;    // [B, S, kv_heads, width], contiguous
+  const void* cache_v;    // [B, S, kv_heads, width], contiguous
+  const int32_t* length;  // [B], taken as 0 below that, and without a window as S beyond that
+  void* out;              // [B, N, H, width], contiguous
+  void* workspace;        // see block_attention_workspace in ops_attention.cpp
+  int64_t workspace_bytes;
+  int B, N, S, H, kv_heads, width, window;  // N slots; window <= S + 1, 0 for none
+  float scale;
+  bool causal;
+  DType dtype;  // of q, k, v, both caches and out
 };
 
 // Row token slot context[b] + path[b, i] moves to slot context[b] + i, for i < length[b], all

@@ -37,6 +37,9 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       "mla_attention(Tensor q, Tensor cache, Tensor block_table, Tensor context, Tensor? ancestors,"
       " int latent, float scale) -> Tensor");
   m.def(
+      "block_attention(Tensor q, Tensor k, Tensor v, Tensor cache_k, Tensor cache_v, Tensor length,"
+      " int window, bool causal, float scale) -> Tensor");
+  m.def(
       "kv_compact(Tensor(a!) cache, Tensor block_table, Tensor context, Tensor path, Tensor length)"
       " -> ()");
 

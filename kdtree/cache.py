@@ -40,6 +40,15 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def require_room(what: str, nbytes: int, device: torch.device) -> None:
+    """Raises CapacityError where the device has not so many bytes. what: what takes them"""
+    free = free_bytes(device)
+    if nbytes > free:
+        raise CapacityError(
+            f"{what} takes {nbytes / 2**30:.2f} GiB, {device} has {free / 2**30:.2f} GiB free"
+        )
+
+
 class KvCache:
     """Latents of all layers for B sequences of up to max_seq_len tokens, in pages of 64 tokens.
 
@@ -64,12 +73,7 @@ class KvCache:
         pages = -(-(max_seq_len + MAX_NODES - 1) // PAGE)
         shape = (layers, sequences * pages, PAGE, width)
         asked = torch.Size(shape).numel() * dtype.itemsize
-        free = free_bytes(torch.device(device))
-        if asked > free:
-            raise CapacityError(
-                f"a cache of {sequences} x {max_seq_len} tokens takes {asked / 2**30:.2f} GiB,"
-                f" {device} has {free / 2**30:.2f} GiB free"
-            )
+        require_room(f"a cache of {sequences} x {max_seq_len} tokens", asked, torch.device(device))
         self.data = torch.zeros(shape, device=device, dtype=dtype)
         table = torch.arange(sequences * pages, dtype=torch.int32, device=device)
         self.block_table = table.view(sequences, pages)

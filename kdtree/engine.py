@@ -39,8 +39,9 @@ class Engine:
     """A model, a drafter, and room for max_batch sequences of max_seq_len tokens.
 
     model: directory in Hugging Face layout; None for the small demo model that ships with this
-    drafter: "none", "ngram", or a drafter's config; budget: draft nodes a round, or "auto" for the
-        drafter's own choice; tree: "best-first" or "chain"; chain_seed: insert the best chain first
+    drafter: "none", "ngram", "dflash", or a drafter's config; budget: draft nodes a round, or
+        "auto" for the drafter's own choice; tree: "best-first" or "chain"; chain_seed: insert the
+        best chain first
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
     quantize: "int4" for routed experts that the checkpoint holds otherwise, None to keep them so
@@ -72,19 +73,20 @@ class Engine:
         self.max_batch = options.batch(max_batch)
         self.config = load_config(directory)
         self.max_seq_len = options.context(max_seq_len, self.config)
+        where = {"device": self.device, "dtype": self.dtype}
         setup = Setup(
             budget=options.budget(budget),
             chain=options.is_chain(tree),
             chain_seed=flag("chain_seed", chain_seed),
-            vocab=self.config.vocab,
+            target=self.config,
+            directory=directory,
             sequences=self.max_batch,
             max_seq_len=self.max_seq_len,
-            device=self.device,
+            **where,
         )
         self.drafter: Drafter = options.drafter(drafter).create(setup)
         self.tokenizer = load_tokenizer(directory)
         self.chat_template = load_chat_template(directory, self.tokenizer)
-        where = {"device": self.device, "dtype": self.dtype}
         self.model = load_model(
             directory,
             positions=self.max_seq_len + MAX_DEPTH + 1,
@@ -92,6 +94,7 @@ class Engine:
             progress=progress,
             **where,
         )
+        self.drafter.bind(self.model)
         width = self.config.mla.kv_lora_rank + self.config.mla.rope
         self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)

@@ -34,6 +34,14 @@ v & 3, p the position of the drawn token: u = ((word >> 9) + 0.5) / 2^23.
 Metadata: variant, seed, sample_seed, prompt_length, moe_layers (JSON list), and the least of each
 margin: greedy_margin, sampled_margin, router_margin, router_order_margin ("inf" without MoE), and
 distinct_greedy, how many ids the greedy continuation has.
+
+The variants of model_ref/drafters.py are drafters: DIR gets the model of one of the others, and
+DIR/drafter a DFlash drafter beside it, whose golden.safetensors holds, for both texts, prompt and
+continuation (S tokens; R = G rounds, the first after the prompt's last token but one):
+
+    greedy.features, sampled.features [S, D]         what the drafter makes of the model's streams
+    greedy.hidden, sampled.hidden     [R, N - 1, D]  of each round's block, without its first slot
+    greedy.logits, sampled.logits     [R, N - 1, W]
 """
 
 import argparse
@@ -43,7 +51,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from model_ref import checkpoint
+from model_ref import checkpoint, drafters
+from model_ref.drafters import DRAFTERS
 from model_ref.forward import Cache, Model, Trace
 from model_ref.philox import gumbel
 from model_ref.variants import VARIANTS, Variant
@@ -51,44 +60,18 @@ from model_ref.weights import make_weights
 
 STEPS = 64  # tokens of a continuation
 CLOSE = 1e-9  # of two runs on different machines, relative to max(1, |x|)
-IGNORE = (
-    r"lm_head re:.*self_attn.* re:.*shared_experts.* re:.*mlp\.(gate|up|gate_up|down)_proj.*"
-).split()
-
-INT4 = {
-    "num_bits": 4,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "group",
-    "group_size": checkpoint.GROUP,
-    "actorder": None,
-    "dynamic": False,
-}
-QUANTIZATION = {
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {
-            "group_0": {"input_activations": None, "targets": ["Linear"], "weights": INT4}
-        },
-        "ignore": IGNORE,
-    },
-    "fp8": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [checkpoint.BLOCK, checkpoint.BLOCK],
-        "activation_scheme": "dynamic",
-    },
-}
 
 
 @dataclass
 class Generated:
+    """generation_config: None for a drafter"""
+
     config: dict
-    generation_config: dict
+    generation_config: dict | None
     tensors: dict[str, checkpoint.Stored]
     golden: dict[str, checkpoint.Stored]
     metadata: dict[str, str]
+    model: Model | None = None
 
 
 def main() -> int:
@@ -96,7 +79,7 @@ def main() -> int:
         description="The oracle: a small model and its golden outputs."
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--variant", choices=VARIANTS, metavar="NAME")
+    what.add_argument("--variant", choices=[*VARIANTS, *DRAFTERS], metavar="NAME")
     what.add_argument("--list", action="store_true", help="names the variants")
     what.add_argument("--check", type=Path, metavar="DIR", help="makes DIR again and compares")
     parser.add_argument("--out", type=Path, metavar="DIR")
@@ -107,6 +90,8 @@ def main() -> int:
     if args.list:
         for name, v in VARIANTS.items():
             print(f"{name:15} seed {v.seed:3}  {v.about}")
+        for name, d in DRAFTERS.items():
+            print(f"{name:15} drafter of {d.target}: {d.about}")
     elif args.check:
         differences = check(args.check)
         print("\n".join(differences) or f"{args.check}: as generated")
@@ -114,8 +99,13 @@ def main() -> int:
     elif args.out is None:
         parser.error("--variant needs --out DIR")
     else:
-        made = generate(args.variant, args.seed)
-        write(made, args.out, VARIANTS[args.variant].shards)
+        draft = DRAFTERS.get(args.variant)
+        name = draft.target if draft else args.variant
+        made = generate(name, args.seed)
+        write(made, args.out, VARIANTS[name].shards)
+        if draft:
+            made = generate_drafter(args.variant, made)
+            write(made, args.out / "drafter", 1)
         print(" ".join(f"{k}={v}" for k, v in made.metadata.items()))
     return 0
 
@@ -142,7 +132,21 @@ def generate(name: str, seed: int | None = None) -> Generated:
     bos, eos = unused[0], unused[-2:]
     config = hf_config(v, c, {"bos_token_id": bos, "eos_token_id": eos[0]})
     generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
-    return Generated(config, generation, weights.stored, golden, metadata)
+    return Generated(config, generation, weights.stored, golden, metadata, model)
+
+
+def generate_drafter(name: str, target: Generated) -> Generated:
+    v, seed = DRAFTERS[name], int(target.metadata["seed"])
+    c = v.config(target.model.c)
+    weights = drafters.make_weights(v, c, seed)
+    results = {k: x for k, (_, x) in target.golden.items()}
+    prompt = results["prompt.ids"]
+    texts = {t: np.concatenate([prompt, results[f"{t}.ids"]]) for t in ("greedy", "sampled")}
+    rounds = drafters.golden(c, v, weights, target.model, texts, len(prompt) - 1)
+    golden = {k: ("F64", x) for k, x in rounds.items()}
+    if v.int4:
+        c["quantization_config"] = checkpoint.QUANTIZATION["int4"]
+    return Generated(c, None, weights.stored, golden, {"variant": name, "seed": str(seed)})
 
 
 def is_moe(c: dict, layer: int) -> bool:
@@ -210,8 +214,8 @@ def summary(results: dict[str, np.ndarray]) -> dict[str, str]:
 
 def hf_config(v: Variant, c: dict, special: dict) -> dict:
     text = c | special | hf_rope(v)
-    if v.format in QUANTIZATION:
-        text["quantization_config"] = QUANTIZATION[v.format]
+    if v.format in checkpoint.QUANTIZATION:
+        text["quantization_config"] = checkpoint.QUANTIZATION[v.format]
     if not v.wrapper:
         return text
     return {
@@ -234,7 +238,8 @@ def hf_rope(v: Variant) -> dict:
 def write(made: Generated, out: Path, shards: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json(out / "config.json", made.config)
-    checkpoint.write_json(out / "generation_config.json", made.generation_config)
+    if made.generation_config:
+        checkpoint.write_json(out / "generation_config.json", made.generation_config)
     checkpoint.write_model(out, made.tensors, shards)
     checkpoint.write_safetensors(out / "golden.safetensors", made.golden, made.metadata)
 
@@ -242,13 +247,16 @@ def write(made: Generated, out: Path, shards: int) -> None:
 def check(path: Path) -> list[str]:
     """What differs in `path` from what its variant and seed give."""
     golden, metadata = checkpoint.read_safetensors(path / "golden.safetensors")
-    made = generate(metadata["variant"], int(metadata["seed"]))
+    name, seed = metadata["variant"], int(metadata["seed"])
+    draft = DRAFTERS.get(name)
+    made = generate(draft.target if draft else name, seed)
+    made = generate_drafter(name, made) if draft else made
     differences = [f"metadata {k}" for k in made.metadata if metadata.get(k) != made.metadata[k]]
     for file, want in (
         ("config.json", made.config),
         ("generation_config.json", made.generation_config),
     ):
-        if json.loads((path / file).read_text()) != want:
+        if want is not None and json.loads((path / file).read_text()) != want:
             differences.append(file)
     pairs = ((checkpoint.read_model(path), made.tensors), (golden, made.golden))
     for got, want in pairs:

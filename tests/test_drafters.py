@@ -1,10 +1,14 @@
 """Drafters: what they propose, apart from the loop that makes any proposal right."""
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
+from variants import variant
 
 from kdtree import NgramConfig, OracleConfig, SamplingParams
+from kdtree.config import load
 from kdtree.drafters import Setup
 from kdtree.state import State
 
@@ -12,7 +16,11 @@ CAPACITY = 96
 
 
 def setup(device, budget=None, chain=False, chain_seed=False, sequences=1) -> Setup:
-    return Setup(budget, chain, chain_seed, 100, sequences, CAPACITY, device)
+    directory = variant("dense")
+    target = replace(load(directory), vocab=100)
+    return Setup(
+        budget, chain, chain_seed, target, directory, sequences, CAPACITY, device, torch.float32
+    )
 
 
 def state_of(histories, device) -> State:

@@ -16,12 +16,13 @@ SOURCES = [SCRIPT, *sorted((ROOT / "python/model_ref").glob("*.py"))]
 
 
 @functools.cache
-def names() -> list[str]:
-    """All variants."""
+def names(drafters: bool = False) -> list[str]:
+    """All variants: of models, or of drafters."""
     listing = subprocess.run(
         [sys.executable, SCRIPT, "--list"], capture_output=True, text=True, check=True
     )
-    return [line.split()[0] for line in listing.stdout.splitlines() if line.strip()]
+    lines = [line.split() for line in listing.stdout.splitlines() if line.strip()]
+    return [words[0] for words in lines if (words[1] == "drafter") == drafters]
 
 
 @functools.cache
@@ -41,8 +42,8 @@ def variant(name: str) -> Path:
 
 
 @functools.cache
-def golden(name: str) -> dict:
-    """The oracle's results, by the names that gen_model_ref.py documents."""
-    with safe_open(variant(name) / "golden.safetensors", framework="np") as file:
+def golden(name: str, part: str = ".") -> dict:
+    """The oracle's results, by the names that gen_model_ref.py documents. part: "drafter" or not"""
+    with safe_open(variant(name) / part / "golden.safetensors", framework="np") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}
         return tensors | {"metadata": file.metadata()}

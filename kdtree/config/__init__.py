@@ -1,6 +1,6 @@
 """What a model is, and how that is read from its checkpoint's metadata."""
 
-from kdtree.config.hf import from_hf, load, read_json
+from kdtree.config.hf import from_hf, load, read_json, read_rope
 from kdtree.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig, YarnConfig
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "from_hf",
     "load",
     "read_json",
+    "read_rope",
 ]

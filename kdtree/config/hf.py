@@ -138,12 +138,15 @@ def _mla(keys: Keys, family: Family) -> MlaConfig:
         rope=rope,
         value=keys.whole("v_head_dim"),
         norm_eps=INNER_NORM_EPS,
-        rotary=_rope(keys, keys.one_of("rope_interleave", family.interleave, True)),
+        rotary=read_rope(keys, keys.one_of("rope_interleave", family.interleave, True)),
     )
 
 
-def _rope(keys: Keys, interleaved: bool) -> RopeConfig:
-    """Reads both spellings: rope_theta with rope_scaling, and rope_parameters."""
+def read_rope(keys: Keys, interleaved: bool) -> RopeConfig:
+    """Reads both spellings: rope_theta with rope_scaling, and rope_parameters.
+
+    Raises ConfigError.
+    """
     theta = keys.take("rope_theta", None)
     spelled = {name: keys.mapping(name) for name in ("rope_parameters", "rope_scaling")}
     ropes = {

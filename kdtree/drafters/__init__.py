@@ -5,17 +5,20 @@ engine knows the protocol alone.
 """
 
 from kdtree.drafters.base import Drafter, DrafterConfig, Setup
+from kdtree.drafters.dflash import DflashConfig
 from kdtree.drafters.ngram import NgramConfig
 from kdtree.drafters.none import NoneConfig
 from kdtree.drafters.oracle import OracleConfig
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {
+    "dflash": DflashConfig,
     "none": NoneConfig,
     "ngram": NgramConfig,
 }  # by name; the oracle has no name, since it wants the truth
 
 __all__ = [
     "DRAFTERS",
+    "DflashConfig",
     "Drafter",
     "DrafterConfig",
     "NgramConfig",

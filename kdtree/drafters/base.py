@@ -1,11 +1,14 @@
 """The drafters' protocol, and the tree that grows from what a drafter scored."""
 
+import pathlib
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kdtree.config import ModelConfig
+from kdtree.models import Deepseek
 from kdtree.state import State
 from kdtree.tree import Path, TokenTree
 
@@ -16,15 +19,23 @@ class Setup:
 
     budget: nodes beside the root, or None for the drafter's own choice
     chain: grow a chain, no branches; chain_seed: insert the best chain first
+    target: the model that the trees are for; directory: where it is
+    device, dtype: where and as what the target's weights and activations are
     """
 
     budget: int | None
     chain: bool
     chain_seed: bool
-    vocab: int
+    target: ModelConfig
+    directory: pathlib.Path
     sequences: int
     max_seq_len: int
     device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def vocab(self) -> int:
+        return self.target.vocab
 
 
 class Drafter(Protocol):
@@ -32,6 +43,9 @@ class Drafter(Protocol):
 
     taps: tuple[int, ...]
     nodes: int
+
+    def bind(self, model: Deepseek) -> None:
+        """The target is loaded: once, before anything else is asked of the drafter."""
 
     def start(self, b: int, request: int, prompt: list[int]) -> None:
         """Sequence b begins anew with this prompt, of the call's completion number `request`."""
@@ -51,13 +65,16 @@ class DrafterConfig(Protocol):
     """What a user fills in; `create` makes the drafter of one engine from it."""
 
     def create(self, setup: Setup) -> Drafter:
-        """Raises ValueError on a config that does not fit the setup."""
+        """Raises ValueError or ConfigError on a config that does not fit the setup."""
 
 
 class Stateless:
     """What a drafter that keeps nothing between rounds shares."""
 
     taps: tuple[int, ...] = ()
+
+    def bind(self, model: Deepseek) -> None:
+        pass
 
     def start(self, b: int, request: int, prompt: list[int]) -> None:
         pass

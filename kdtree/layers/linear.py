@@ -1,9 +1,12 @@
-"""A dense product."""
+"""Dense products, their weights plain or INT4."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kdtree import ops
+from kdtree.weights import Weights
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -21,3 +24,25 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.out_dtype)
+
+
+class Int4Linear(nn.Module):
+    """x · weightᵀ with INT4 weights, as ops.int4_linear takes them."""
+
+    def __init__(self, packed: Tensor, scale: Tensor):
+        super().__init__()
+        self.packed, self.scale = frozen(packed), frozen(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.int4_linear(x, self.packed, self.scale)
+
+
+def stored_linear(w: Weights, names: Sequence[str], out: int, features: int) -> Linear | Int4Linear:
+    """The product with matrices [out, features] one below the other.
+
+    All are INT4 where the first is stored so.
+    """
+    if w.has(f"{names[0]}.weight_packed"):
+        return Int4Linear(*(bank.flatten(0, 1) for bank in w.take_int4_bank(names, out, features)))
+    matrices = [w.take_matrix(f"{name}.weight", out, features) for name in names]
+    return Linear(matrices[0] if len(matrices) == 1 else torch.cat(matrices))

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from kdtree import ops
 from kdtree.config import MoeConfig
-from kdtree.layers.linear import Linear, frozen
+from kdtree.layers.linear import Linear, frozen, stored_linear
 from kdtree.weights import Weights
 
 
@@ -14,12 +14,10 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, width: int, w: Weights):
         super().__init__()
-        gate = w.take_matrix("gate_proj.weight", width, hidden)
-        up = w.take_matrix("up_proj.weight", width, hidden)
-        self.gate_up_proj = Linear(torch.cat([gate, up]))
-        self.down_proj = Linear(w.take_matrix("down_proj.weight", hidden, width))
+        self.gate_up_proj = stored_linear(w, ["gate_proj", "up_proj"], width, hidden)
+        self.down_proj = stored_linear(w, ["down_proj"], hidden, width)
 
-    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position: Tensor | None = None) -> Tensor:
         """x: [T, D]; position: [T], which a dense layer has no use for."""
         return self.down_proj(ops.swiglu(self.gate_up_proj(x)))
 

@@ -23,6 +23,16 @@ def rope_table(config: RopeConfig, width: int, positions: int, device) -> Tensor
     return table.to(device, torch.float32)
 
 
+def rotate_halves(x: Tensor, rope: Tensor) -> Tensor:
+    """x with the pairs (i, i + R / 2) of every head rotated, in float32 and rounded once.
+
+    x: [T, H, R]; rope: [T, R] float32, the table's rows of the T positions; returns [T, H, R]
+    """
+    cosine, sine = rope[:, None].chunk(2, -1)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1).to(x.dtype)
+
+
 def _stretch(frequency: Tensor, yarn: YarnConfig, theta: float, width: int) -> Tensor:
     """YaRN: slow frequencies are divided by the factor, fast ones kept, a ramp between.
 

@@ -27,6 +27,36 @@ E4M3 = np.array(  # the finite magnitudes of FP8, by their codes: three bits of 
     + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
 )
 
+IGNORE = (
+    r"lm_head re:.*self_attn.* re:.*shared_experts.* re:.*mlp\.(gate|up|gate_up|down)_proj.*"
+).split()
+
+INT4 = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": GROUP,
+    "actorder": None,
+    "dynamic": False,
+}
+QUANTIZATION = {  # quantization_config, by format
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"input_activations": None, "targets": ["Linear"], "weights": INT4}
+        },
+        "ignore": IGNORE,
+    },
+    "fp8": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "activation_scheme": "dynamic",
+    },
+}
+
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
     """The nearest bfloat16, ties to even, as uint16."""

@@ -1,0 +1,274 @@
+// Attention of a block of draft slots, any shape: float32 products, no tensor cores.
+//
+//   out[b, i, h] = softmax_j(scale * q[b, i, h] . key[j]) . value[j], see BlockAttentionParams
+//
+// A sequence's keys, the cached ones in order of position and then the block's, are split into
+// at most kBlockParts runs of whole tiles. The partial kernel leaves each run's largest score, sum
+// of weights and weighted values in the workspace; the merge kernel adds them in order. The runs
+// follow from the number of keys alone.
+//
+// Grid    partial: x = (sequence, key head, kRows queries), y = runs; merge: x = query. The grid
+//         depends on shapes alone: blocks beyond a sequence's keys end at once. Sequences that
+//         overflow the workspace take further launches.
+// Tiling  a tile is kBlockTile keys and values, in shared memory for kRows queries:
+//
+//           scores: kLanes threads a query, each takes every kLanes-th key
+//           values: thread t owns the features t, t + kThreads, ... of the kRows sums
+//
+// Smem    (kRows + 2 * kBlockTile) * (width + 1) floats and 2 KB: 43 KB at width 128.
+// Floor   2 * length * kv_heads * width elements of HBM a sequence, once for every kRows queries of
+//         a key head (further times from L2): at length 4096, 8 heads of 128 in bf16 16.8 MB, 3.5 us
+//         at 4.8 TB/s (H200).
+// Needs   width <= 256 (ops_attention.cpp).
+#include <algorithm>
+
+#include "common.cuh"
+
+namespace kdtree::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kRows = 16;                   // queries that share a tile
+constexpr int kLanes = kThreads / kRows;    // threads that score a query
+constexpr int kKeys = kBlockTile / kLanes;  // keys that such a thread scores
+constexpr int kFeatures = 2;                // features that a thread owns: 256 / kThreads
+constexpr int kWarps = kThreads / kWarp;
+constexpr float kLog2E = 1.442695041f;  // scores are in units of log2 e, so that exp is exp2
+
+struct BlockLaunch {
+  BlockAttentionParams p;
+  int first;       // sequence of blockIdx.x = 0
+  int row_blocks;  // kRows queries each, of a key head
+  int parts;       // runs of a query in the workspace
+};
+
+// The keys of a sequence: cached ones, then the block's.
+struct Keys {
+  int length, first, count;  // cached positions, the first that is seen, keys in all
+
+  __device__ Keys(const BlockAttentionParams& p, int b) {
+    length = max(p.length[b], 0);
+    if (!p.window) length = min(length, p.S);
+    first = p.window ? max(length - p.window + 1, 0) : 0;
+    count = length - first + p.N;
+  }
+  __device__ int run() const {  // keys of a run
+    return ceil_div(ceil_div(count, kBlockTile), kBlockParts) * kBlockTile;
+  }
+  // The row of key j, of all rows of the block's or the cache's tensor.
+  __device__ bool cached(int j) const { return first + j < length; }
+  __device__ int64_t row(const BlockAttentionParams& p, int b, int j) const {
+    const int at = first + j;
+    return at < length ? int64_t{b} * p.S + at % p.S : int64_t{b} * p.N + (at - length);
+  }
+  __device__ bool visible(const BlockAttentionParams& p, int slot, int j) const {
+    const int other = first + j - length;  // its slot; a cached one's is negative
+    return (!p.window || abs(slot - other) < p.window) && (!p.causal || other <= slot);
+  }
+};
+
+struct Smem {
+  float (*weight)[kRows];  // [kBlockTile, kRows], on 16 bytes
+  float* keep;             // [kRows]: what becomes of the sums so far
+  float *q, *k, *v;        // [kRows, stride], [kBlockTile, stride] twice
+  int stride;              // odd where the width is even, so that rows start in other banks
+
+  static int bytes(int width) {
+    const int floats = kBlockTile * kRows + kRows + (kRows + 2 * kBlockTile) * (width + 1);
+    return floats * static_cast<int>(sizeof(float));
+  }
+  __device__ Smem(float* base, int width) : stride(width + 1) {
+    weight = reinterpret_cast<float (*)[kRows]>(base);
+    keep = base + kBlockTile * kRows;
+    q = keep + kRows;
+    k = q + kRows * stride;
+    v = k + kBlockTile * stride;
+  }
+};
+
+// The queries of a block: row r is slot (first + r) / group, query head head * group + (first + r)
+// % group of key head `head`.
+struct Queries {
+  int b, head, group, first, count;
+
+  __device__ Queries(const BlockLaunch& a, int block) {
+    group = a.p.H / a.p.kv_heads;
+    first = block % a.row_blocks * kRows;
+    head = block / a.row_blocks % a.p.kv_heads;
+    b = a.first + block / a.row_blocks / a.p.kv_heads;
+    count = min(kRows, a.p.N * group - first);
+  }
+  __device__ int slot(int r) const { return (first + r) / group; }
+  __device__ int64_t row(const BlockAttentionParams& p, int r) const {
+    return (int64_t{b} * p.N + slot(r)) * p.H + head * group + (first + r) % group;
+  }
+};
+
+// Copies keys and values begin .. begin + count - 1, a warp a row.
+template <class Element>
+__device__ void load_tile(const BlockAttentionParams& p, const Keys& keys, const Queries& queries,
+                          int begin, int count, const Smem& s) {
+  const int lane = threadIdx.x % kWarp;
+  for (int j = threadIdx.x / kWarp; j < count; j += kWarps) {
+    const bool cached = keys.cached(begin + j);
+    const int64_t at =
+        (keys.row(p, queries.b, begin + j) * p.kv_heads + queries.head) * int64_t{p.width};
+    const auto* k = static_cast<const Element*>(cached ? p.cache_k : p.k) + at;
+    const auto* v = static_cast<const Element*>(cached ? p.cache_v : p.v) + at;
+    for (int c = lane; c < p.width; c += kWarp) {
+      s.k[j * s.stride + c] = float(k[c]);
+      s.v[j * s.stride + c] = float(v[c]);
+    }
+  }
+}
+
+// One tile of the online softmax: thread (r, l) = (i / kLanes, i % kLanes) takes the keys l, l +
+// kLanes, ... of query r. Keys that it does not see weigh exactly zero. top and sum are the query's,
+// the same in its kLanes threads.
+__device__ void weigh_tile(const BlockAttentionParams& p, const Keys& keys, int slot, int begin,
+                           int count, const Smem& s, float& top, float& sum) {
+  const int r = threadIdx.x / kLanes, l = threadIdx.x % kLanes;
+  float score[kKeys] = {};
+  for (int i = 0; i < p.width; ++i) {
+    const float q = s.q[r * s.stride + i];
+#pragma unroll
+    for (int m = 0; m < kKeys; ++m)
+      score[m] = fmaf(q, s.k[(l + m * kLanes) * s.stride + i], score[m]);
+  }
+  bool seen[kKeys];
+  float largest = top;
+#pragma unroll
+  for (int m = 0; m < kKeys; ++m) {
+    const int j = l + m * kLanes;
+    seen[m] = j < count && keys.visible(p, slot, begin + j);
+    score[m] *= p.scale * kLog2E;
+    if (seen[m]) largest = fmaxf(largest, score[m]);
+  }
+  for (int d = kLanes / 2; d > 0; d /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+  float added = 0;
+#pragma unroll
+  for (int m = 0; m < kKeys; ++m) {
+    const float weight = seen[m] ? exp2f(score[m] - largest) : 0.f;
+    s.weight[l + m * kLanes][r] = weight;
+    added += weight;
+  }
+  for (int d = kLanes / 2; d > 0; d /= 2) added += __shfl_xor_sync(~0u, added, d);
+  const float keep = largest == -INFINITY ? 1.f : exp2f(top - largest);
+  top = largest;
+  sum = fmaf(sum, keep, added);
+  if (l == 0) s.keep[r] = keep;
+}
+
+// acc[r] = acc[r] * keep[r] + sum over the keys in order of weight[j, r] * value[j, c]
+__device__ void add_values(const Smem& s, int c, int count, float (&acc)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) acc[r] *= s.keep[r];
+  for (int j = 0; j < count; ++j) {
+    const float value = s.v[j * s.stride + c];
+    const auto* weight = reinterpret_cast<const Vec<float>*>(s.weight[j]);
+#pragma unroll
+    for (int v = 0; v < kRows / Vec<float>::kSize; ++v) {
+      const Vec<float> four = weight[v];
+#pragma unroll
+      for (int i = 0; i < Vec<float>::kSize; ++i) {
+        float& total = acc[v * Vec<float>::kSize + i];
+        total = fmaf(four.v[i], value, total);
+      }
+    }
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) partial_kernel(const __grid_constant__ BlockLaunch a) {
+  const BlockAttentionParams& p = a.p;
+  const Queries queries(a, static_cast<int>(blockIdx.x));
+  const Keys keys(p, queries.b);
+  const int64_t start = int64_t{blockIdx.y} * keys.run();
+  if (start >= keys.count) return;
+  const int begin = static_cast<int>(start), end = min(begin + keys.run(), keys.count);
+  extern __shared__ __align__(16) float smem[];
+  const Smem s(smem, p.width);
+
+  const auto* q = static_cast<const Element*>(p.q);
+  for (int r = threadIdx.x / kWarp; r < kRows; r += kWarps)
+    for (int c = threadIdx.x % kWarp; c < p.width; c += kWarp)
+      s.q[r * s.stride + c] = r < queries.count ? float(q[queries.row(p, r) * p.width + c]) : 0.f;
+
+  const int slot = queries.slot(threadIdx.x / kLanes);
+  float top = -INFINITY, sum = 0, acc[kFeatures][kRows] = {};
+  for (int at = begin; at < end; at += kBlockTile) {
+    const int count = min(kBlockTile, end - at);
+    load_tile<Element>(p, keys, queries, at, count, s);
+    __syncthreads();  // q and this tile are there
+    weigh_tile(p, keys, slot, at, count, s, top, sum);
+    __syncthreads();  // all weights are there
+#pragma unroll
+    for (int f = 0; f < kFeatures; ++f)
+      if (const int c = threadIdx.x + f * kThreads; c < p.width) add_values(s, c, count, acc[f]);
+    __syncthreads();  // tile and weights are used up
+  }
+
+  const int64_t sequence = int64_t{a.first} * p.N * p.H;  // rows before the launch's
+  const auto out = [&](int r) {
+    return static_cast<float*>(p.workspace) +
+           ((queries.row(p, r) - sequence) * a.parts + blockIdx.y) * (p.width + 2);
+  };
+#pragma unroll
+  for (int f = 0; f < kFeatures; ++f)
+    if (const int c = threadIdx.x + f * kThreads; c < p.width)
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+        if (r < queries.count) out(r)[c] = acc[f][r];
+  const int r = threadIdx.x / kLanes;
+  if (threadIdx.x % kLanes == 0 && r < queries.count) {
+    out(r)[p.width] = top;
+    out(r)[p.width + 1] = sum;
+  }
+}
+
+// out = sum over the runs in order of 2^(top - largest top) * acc, over the same of the sums.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ BlockLaunch a) {
+  const BlockAttentionParams& p = a.p;
+  const int64_t row = int64_t{a.first} * p.N * p.H + blockIdx.x;
+  const Keys keys(p, static_cast<int>(row / p.H / p.N));
+  const int parts = ceil_div(keys.count, keys.run()), size = p.width + 2;
+  const float* part = static_cast<const float*>(p.workspace) + int64_t{blockIdx.x} * a.parts * size;
+  float top = -INFINITY;
+  for (int i = 0; i < parts; ++i) top = fmaxf(top, part[i * size + p.width]);
+  auto* out = static_cast<Element*>(p.out) + row * p.width;
+  for (int c = threadIdx.x; c < p.width; c += kThreads) {
+    float sum = 0, acc = 0;
+    for (int i = 0; i < parts; ++i) {
+      const float factor = exp2f(part[i * size + p.width] - top);
+      sum = fmaf(factor, part[i * size + p.width + 1], sum);
+      acc = fmaf(factor, part[i * size + c], acc);
+    }
+    out[c] = Element(acc / sum);
+  }
+}
+
+template <class Element>
+void run(const BlockAttentionParams& p, Stream stream) {
+  BlockLaunch a{.p = p};
+  a.row_blocks = ceil_div(p.N * (p.H / p.kv_heads), kRows);
+  a.parts = std::min(kBlockParts, ceil_div(p.S + p.N, kBlockTile));
+  const int64_t bytes =
+      int64_t{p.N} * p.H * a.parts * (p.width + 2) * static_cast<int64_t>(sizeof(float));
+  const int at_once = static_cast<int>(p.workspace_bytes / bytes);
+  for (a.first = 0; a.first < p.B; a.first += at_once) {
+    const int count = std::min(at_once, p.B - a.first);
+    const dim3 blocks(count * p.kv_heads * a.row_blocks, a.parts);
+    launch(partial_kernel<Element>, {blocks, kThreads, Smem::bytes(p.width)}, stream, a);
+    launch(merge_kernel<Element>, {dim3(count * p.N * p.H), kThreads}, stream, a);
+  }
+}
+
+}  // namespace
+
+void block_attention(const BlockAttentionParams& p, Stream stream) {
+  dispatch(p.dtype, [&](auto element) { run<decltype(element)>(p, stream); });
+}
+
+}  // namespace kdtree::cuda

@@ -1,0 +1,152 @@
+"""The drafter: its config, what it keeps between rounds, and the tree that it proposes."""
+
+import logging
+import pathlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kdtree import ops
+from kdtree.checks import whole
+from kdtree.drafters.base import Setup, grow, nodes_of
+from kdtree.drafters.dflash.cache import ContextCache
+from kdtree.drafters.dflash.config import Architecture, read
+from kdtree.drafters.dflash.model import Dflash
+from kdtree.errors import ConfigError
+from kdtree.models import Deepseek
+from kdtree.state import State
+from kdtree.tree import MAX_DEPTH, MAX_NODES, Path, TokenTree
+from kdtree.weights import Checkpoint, load
+
+CANDIDATES = 16  # of a depth
+DIM = 0.1  # a mask token whose embedding is so much shorter than usual says nothing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DflashConfig:
+    """Block diffusion drafting (DFlash): all tokens of a block in one forward of a small model.
+
+    model: directory of a drafter as published; None for `drafter` in the model's own directory
+    window: positions that full-attention layers see at most, None for all
+    yarn_amplitude: "config" for the one that the checkpoint's mscale and mscale_all_dim give,
+        "legacy" for 0.1 ln(factor) + 1 whatever they are
+    budget: nodes of a tree where the engine names none
+    """
+
+    model: str | pathlib.Path | None = None
+    window: int | None = None
+    yarn_amplitude: str = "config"
+    budget: int = 7
+
+    def create(self, setup: Setup) -> "DflashDrafter":
+        """Raises ConfigError, CheckpointError, CapacityError, ValueError and TypeError."""
+        whole("budget", self.budget, 0, MAX_NODES - 1)
+        if self.window is not None:
+            whole("window", self.window, 2)
+        if self.yarn_amplitude not in ("config", "legacy"):
+            raise ValueError(
+                f"yarn_amplitude is {self.yarn_amplitude!r}, wants 'config' or 'legacy'"
+            )
+        return DflashDrafter(self, setup)
+
+    def directory(self, setup: Setup) -> pathlib.Path:
+        """The drafter's directory. Raises ConfigError where there is none."""
+        if not isinstance(self.model, str | pathlib.Path | None):
+            raise TypeError(f"model is {self.model!r}, wants a drafter's directory")
+        path = setup.directory / "drafter" if self.model is None else pathlib.Path(self.model)
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path} is not a directory: dflash wants a drafter, DflashConfig(model=...), or"
+                " one beside its model"
+            )
+        return path
+
+    def architecture(self, directory: pathlib.Path, setup: Setup) -> Architecture:
+        """The checkpoint's, with this config's window and amplitude."""
+        found = read(directory, setup.target)
+        yarn = found.rotary.yarn
+        if yarn and self.yarn_amplitude == "legacy":
+            yarn = replace(yarn, mscale=0.0, mscale_all_dim=0.0)
+        layers = found.attention
+        if self.window is not None:
+            windows = [min(a.window or self.window, self.window) for a in layers]
+            layers = tuple(
+                replace(a, window=window) for a, window in zip(layers, windows, strict=True)
+            )
+        return replace(found, rotary=replace(found.rotary, yarn=yarn), attention=layers)
+
+
+class DflashDrafter:
+    """A drafter's model, and its cache of the committed tokens' features.
+
+    The features of a token exist once the target has run it: the prompt's but the last come with
+    prefill, the root's with the round that commits it.
+    """
+
+    def __init__(self, config: DflashConfig, setup: Setup):
+        directory = config.directory(setup)
+        c = config.architecture(directory, setup)
+        self.setup, self.taps = setup, c.taps
+        self.nodes = nodes_of(setup, config.budget, c.block - 1)
+        where = {"device": setup.device, "dtype": setup.dtype}
+        positions = setup.max_seq_len + 2 * (MAX_DEPTH + 1)
+        checkpoint = Checkpoint(directory, prefix="model.")
+        self.model = load(checkpoint, lambda w: Dflash(c, w, positions), **where)
+        self.cache = ContextCache(c, setup.sequences, setup.max_seq_len, **where)
+        self.sequence = torch.arange(setup.sequences, device=setup.device)
+        self.target: Deepseek | None = None
+
+    def bind(self, model: Deepseek) -> None:
+        self.target = model
+        own = self.model.embed_tokens
+        self.embedding = model.embed_tokens if own is None else own
+        length = self.embedding.float().norm(dim=1)
+        mask = self.model.c.mask
+        if self.model.mask_embedding is None and length[mask] < DIM * length.median():
+            logger.warning(
+                "the embedding of mask_token_id = %d is %.3g long, the median %.3g: the model may"
+                " never have trained it",
+                mask, length[mask], length.median(),
+            )  # fmt: skip
+
+    def start(self, b: int, request: int, prompt: list[int]) -> None:
+        self.cache.length[b] = 0
+
+    def prefill(self, b: int, taps: Tensor) -> None:
+        only = slice(b, b + 1)
+        rows = torch.full_like(self.sequence[only], taps.shape[1])
+        self.model.extend(self.cache, taps, self.sequence[only], self._length()[only], rows)
+        self.cache.length[only] += taps.shape[1]
+
+    def propose(self, state: State) -> TokenTree:
+        hidden, logits = self.draft(state)
+        score, candidate = self._scores(logits)
+        return grow(state, score, candidate, self.nodes, self.setup)
+
+    def commit(self, path: Path, taps: Tensor) -> None:
+        node = path.node.clamp(min=0).long()[..., None].expand(-1, -1, taps.shape[2])
+        kept = path.length.long()
+        self.model.extend(self.cache, taps.gather(1, node), self.sequence, self._length(), kept)
+        self.cache.length += path.length
+
+    def draft(self, state: State) -> tuple[Tensor, Tensor]:
+        """The block after each root: last hidden [B, J, D] and logits [B, J, W] float32."""
+        length = self.cache.length.masked_fill(~state.active, 0)
+        embedded = self.model.embed(state.root(), self.embedding, self.setup.dtype)
+        hidden = self.model(embedded, self.cache, length)
+        head = self.model.lm_head
+        if head is None:
+            return hidden, self.model.scaled(self.target.logits(hidden))
+        return hidden, self.model.scaled(head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))
+
+    def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids [B, J, M] of the best candidates of each depth."""
+        k = min(CANDIDATES, self.setup.vocab)
+        score, candidate = ops.top_logprobs(logits.flatten(0, 1), k)
+        return score.unflatten(0, logits.shape[:2]), candidate.unflatten(0, logits.shape[:2])
+
+    def _length(self) -> Tensor:
+        return self.cache.length.long()

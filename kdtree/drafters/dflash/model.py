@@ -1,0 +1,177 @@
+"""The DFlash block diffusion drafter: what a few layers make of the target's features and a block.
+
+Module names are the checkpoint's, but for matrices that are stored apart and multiplied as one.
+Source: arXiv 2602.06036, section 4; convolutions and selector: https://inco.ai/blog/dflash2.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kdtree import ops
+from kdtree.drafters.dflash.cache import ContextCache
+from kdtree.drafters.dflash.config import Architecture
+from kdtree.drafters.dflash.conv import BlockConv
+from kdtree.layers import Linear, Mlp, RmsNorm, rope_table, rotate_halves, stored_linear
+from kdtree.layers.linear import frozen
+from kdtree.weights import Weights
+
+
+class Attention(nn.Module):
+    """Attention of one layer; the same matrices make keys and values of features and of slots."""
+
+    def __init__(self, c: Architecture, w: Weights):
+        super().__init__()
+        self.c = c
+        self.q_proj = stored_linear(w, ["q_proj"], c.heads * c.head, c.hidden)
+        self.kv_proj = stored_linear(w, ["k_proj", "v_proj"], c.kv_heads * c.head, c.hidden)
+        self.o_proj = stored_linear(w, ["o_proj"], c.hidden, c.heads * c.head)
+        self.q_norm = frozen(w.take("q_norm.weight", c.head))
+        self.k_norm = frozen(w.take("k_norm.weight", c.head))
+
+    def key_value(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [T, D]; rope: [T, head], the table's rows; returns [T, kv_heads, head] twice."""
+        k, v = self.kv_proj(x).unflatten(1, (2, self.c.kv_heads, self.c.head)).unbind(1)
+        return self._turn(k, self.k_norm, rope), v
+
+    def forward(self, x: Tensor, rope: Tensor, cache: ContextCache, layer: int, length: Tensor):
+        """x: [B * N, D], slots, normed; length: [B] int32, cached positions; returns [B * N, D]."""
+        c, shape = self.c, (len(length), -1)
+        q = self.q_proj(x).unflatten(1, (c.heads, c.head))
+        k, v = self.key_value(x, rope)
+        mixed = ops.block_attention(
+            self._turn(q, self.q_norm, rope).unflatten(0, shape),
+            k.unflatten(0, shape),
+            v.contiguous().unflatten(0, shape),
+            cache.k[layer],
+            cache.v[layer],
+            length,
+            cache.windows[layer],
+            c.attention[layer].causal,
+            c.head**-0.5,
+        )
+        return self.o_proj(mixed.flatten(2).flatten(0, 1))
+
+    def _turn(self, x: Tensor, norm: Tensor, rope: Tensor) -> Tensor:
+        """The heads of x normed, then rotated; x: [T, heads, head]"""
+        heads = ops.rms_norm(x.reshape(-1, self.c.head), norm, self.c.norm_eps)
+        return rotate_halves(heads.view(x.shape), rope)
+
+
+class Layer(nn.Module):
+    """The parameters of one layer; Dflash.forward runs it."""
+
+    def __init__(self, c: Architecture, w: Weights):
+        super().__init__()
+        self.input_layernorm = RmsNorm(w.take("input_layernorm.weight", c.hidden), c.norm_eps)
+        self.self_attn = Attention(c, w.at("self_attn"))
+        self.post_attention_layernorm = RmsNorm(
+            w.take("post_attention_layernorm.weight", c.hidden), c.norm_eps
+        )
+        self.mlp = Mlp(c.hidden, c.width, w.at("mlp"))
+        self.attention_conv = self.mlp_conv = None
+        if c.convolution:
+            shape = c.convolution, c.hidden, c.block
+            self.attention_conv = BlockConv(*shape, w.at("attention_conv"))
+            self.mlp_conv = BlockConv(*shape, w.at("mlp_conv"))
+
+
+class Selector(nn.Module):
+    """The parameters of the edge scores <A[a] * (P h), B[b]> of going from token a to b.
+
+    hidden_projection: P [rank, D]; predecessor_codebook, successor_codebook: A, B [V, rank]
+    """
+
+    def __init__(self, c: Architecture, w: Weights):
+        super().__init__()
+        rank = c.selector.rank
+        self.hidden_projection = Linear(w.take_matrix("hidden_projection.weight", rank, c.hidden))
+        self.predecessor_codebook = frozen(w.take("predecessor_codebook", c.vocab, rank))
+        self.successor_codebook = frozen(w.take("successor_codebook", c.vocab, rank))
+
+
+class Dflash(nn.Module):
+    """A drafter of the family.
+
+    w: the tensors of its checkpoint; positions: rows of the rotary table
+    embed_tokens, mask_embedding, lm_head: its own, or None where it shares the target's
+    """
+
+    def __init__(self, c: Architecture, w: Weights, positions: int):
+        super().__init__()
+        self.c = c
+        own = {name: w.has(f"{name}.weight") for name in ("embed_tokens", "lm_head")}
+        self.fc = stored_linear(w, ["fc"], c.hidden, len(c.taps) * c.hidden)
+        self.hidden_norm = RmsNorm(w.take("hidden_norm.weight", c.hidden), c.norm_eps)
+        self.layers = nn.ModuleList(Layer(c, w.at("layers").at(i)) for i in range(len(c.attention)))
+        self.norm = RmsNorm(w.take("norm.weight", c.hidden), c.norm_eps)
+        self.selector = Selector(c, w.at("candidate_selector")) if c.selector else None
+        self.embed_tokens = self.mask_embedding = self.lm_head = None
+        if own["embed_tokens"]:
+            self.embed_tokens = frozen(w.take_matrix("embed_tokens.weight", c.vocab, c.hidden))
+        if w.has("mask_embedding"):
+            self.mask_embedding = frozen(w.take("mask_embedding", c.hidden))
+        if own["lm_head"]:
+            head = w.take_matrix("lm_head.weight", c.vocab, c.hidden)
+            self.lm_head = Linear(head, torch.float32)
+        table = rope_table(c.rotary, c.head, positions, w.device)
+        self.register_buffer("rope", table, persistent=False)
+
+    def extend(
+        self, cache: ContextCache, taps: Tensor, sequence: Tensor, start: Tensor, kept: Tensor
+    ) -> None:
+        """Keys and values of committed tokens go to the cache.
+
+        taps: [Q, n, len(c.taps) * D], of tokens at the positions from start on; sequence, start,
+        kept: [Q] int64, which sequences, and how many of the n are committed, the first ones
+        """
+        position = start[:, None] + torch.arange(taps.shape[1], device=taps.device)
+        places, rope = cache.places(sequence, position, kept), self._rows(position)
+        features, _ = self.hidden_norm(self.fc(taps.flatten(0, 1)))
+        for i, layer in enumerate(self.layers):
+            cache.write(i, places[i], *layer.self_attn.key_value(features, rope))
+
+    def forward(self, embedded: Tensor, cache: ContextCache, length: Tensor) -> Tensor:
+        """The block's last hidden, normed.
+
+        embedded: [B, N, D], of the last committed token and of masks; length: [B] int32, committed
+        tokens before it; returns [B, N - 1, D], without the first slot
+        """
+        slot = torch.arange(embedded.shape[1], device=embedded.device)
+        rope = self._rows(length[:, None].long() + slot)
+        y, stream = embedded.flatten(0, 1), None
+        for i, layer in enumerate(self.layers):
+            y, stream = layer.input_layernorm(y, stream)
+            attend = partial(layer.self_attn, rope=rope, cache=cache, layer=i, length=length)
+            y = _around(layer.attention_conv, y, attend)
+            y, stream = layer.post_attention_layernorm(y, stream)
+            y = _around(layer.mlp_conv, y, layer.mlp)
+        y, _ = self.norm(y, stream)
+        return y.view(embedded.shape)[:, 1:].contiguous()
+
+    def embed(self, root: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """Embeddings [B, N, D] of the block: the root's, then masks. root: [B]; table: [W, D]"""
+        token = torch.full((len(root), self.c.block), self.c.mask, device=root.device)
+        token[:, 0] = root.clamp(0, self.c.vocab - 1)
+        embedded = F.embedding(token, table).to(dtype)
+        if self.mask_embedding is not None:
+            embedded[:, 1:] = self.mask_embedding
+        return embedded * self.c.embed_scale if self.c.embed_scale != 1 else embedded
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits as the checkpoint has them scaled and capped; float32."""
+        if self.c.logit_scale != 1:
+            logits = logits * self.c.logit_scale
+        if self.c.logit_cap:
+            logits = torch.tanh(logits / self.c.logit_cap) * self.c.logit_cap
+        return logits
+
+    def _rows(self, position: Tensor) -> Tensor:
+        return self.rope[position.flatten().clamp(max=len(self.rope) - 1)]
+
+
+def _around(conv: BlockConv | None, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    return sublayer(x) if conv is None else conv(x, sublayer)
