@@ -26,8 +26,12 @@ class Watcher:
 
     def __init__(self, drafter, trees):
         self.drafter, self.trees = drafter, trees
-        self.taps, self.nodes = drafter.taps, (trees or drafter).nodes
+        self.nodes = (trees or drafter).nodes
         self.rounds, self.request = [], {}
+
+    @property
+    def taps(self):
+        return self.drafter.taps
 
     def bind(self, model):
         self.drafter.bind(model)
@@ -53,6 +57,6 @@ class Watcher:
     def commit(self, path, taps):
         self.drafter.commit(path, taps)
 
-    def by_length(self, request) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Of one completion: (hidden, logits) by committed tokens."""
-        return {length: kept for _, r, length, *kept in self.rounds if r == request}
+    def by_length(self, request=None) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Of one completion, or of all: (hidden, logits) by committed tokens."""
+        return {n: kept for _, r, n, *kept in self.rounds if request in (None, r)}
