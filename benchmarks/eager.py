@@ -86,6 +86,13 @@ def mla_attention(
     return (weights @ keys[:, :latent]).view(1, N, H, latent)
 
 
+def block_attention(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor) -> Tensor:
+    """Every slot sees all of the cache and of the block; tensors as ops.block_attention's."""
+    keys, values = torch.cat([cache_k, k], 1), torch.cat([cache_v, v], 1)
+    heads = (x.transpose(1, 2) for x in (q, keys, values))
+    return F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2)
+
+
 def kv_compact(cache: Tensor, source: Tensor, target: Tensor) -> None:
     """source, target: token slots"""
     rows = cache.view(len(cache), -1, cache.shape[-1])

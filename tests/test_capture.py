@@ -4,21 +4,22 @@ import pytest
 import torch
 from test_engine import engine_of
 
-from kdtree import NgramConfig, OracleConfig, SamplingParams
+from kdtree import DflashConfig, NgramConfig, OracleConfig, SamplingParams
 from kdtree.phases import Phases
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-@pytest.mark.parametrize("kind", ["none", "ngram", "oracle"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "oracle", "dflash", "dflash2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_replayed_rounds_emit_what_eager_rounds_emit(kind, dtype, temperature):
     prompt = [5, 9, 2, 77, 31] * 5
     params = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
-    want = engine_of("base", "cuda", dtype).generate(prompt, params).token_ids
+    name = kind if kind.startswith("dflash") else "base"
+    want = engine_of(name, "cuda", dtype).generate(prompt, params).token_ids
     truth = OracleConfig((tuple(prompt + want),), 0.6, depth=9)
-    drafter = {"none": "none", "ngram": NgramConfig(), "oracle": truth}[kind]
-    engine = engine_of("base", "cuda", dtype, drafter)
+    drafter = {"none": "none", "ngram": NgramConfig(), "oracle": truth}.get(kind, DflashConfig())
+    engine = engine_of(name, "cuda", dtype, drafter)
     untimed = Phases(torch.device("cpu"))
     with torch.no_grad():
         _, requests = engine._requests([prompt], [params], False)

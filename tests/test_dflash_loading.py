@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,6 +163,30 @@ def test_a_mask_that_was_never_trained_is_said(drafter, caplog, tmp_path):
     built.model.embed_tokens[7] *= 1e-3
     built.drafter.bind(built.model)
     assert "mask_token_id = 7" in caplog.text
+
+
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_no_two_rows_have_one_place(window, device):
+    """Of many rows only the last of a ring stay; what does not stay goes to the spare row."""
+    directory = variant("dflash")
+    c = DflashConfig(directory / "drafter", window).create(
+        replace(setup(device, sequences=3), target=load(directory))
+    )
+    S, start = c.cache.rows[0], torch.tensor([5, 0, 70], device=device)
+    kept, n = torch.tensor([50, 0, 2], device=device), 50
+    position = start[:, None] + torch.arange(n, device=device)
+    [place, _] = c.cache.places(torch.tensor([2, 0, 1], device=device), position, kept)
+    held = {}
+    for (b, first, count), row in zip(
+        ((2, 5, 50), (0, 0, 0), (1, 70, 2)), place.view(3, n).tolist(), strict=True
+    ):
+        for i, at in enumerate(row):
+            if at < 3 * S:
+                assert at not in held
+                held[at] = b, first + i
+                assert i < count and at == b * S + (first + i) % S
+    last = {(2, p) for p in range(max(5, 55 - S), 55)} | {(1, p) for p in (70, 71)}
+    assert set(held.values()) == last
 
 
 def test_memory_is_asked_for_before_it_is_taken(drafter, monkeypatch):

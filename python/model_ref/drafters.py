@@ -136,7 +136,7 @@ def add_extras(w: Weights, v: DraftVariant, c: dict) -> None:
     if "embed_tokens" in v.own:
         w.plain("embed_tokens.weight", w.normal("draft.embed_tokens", W, D))
     if "lm_head" in v.own:
-        w.plain_linear("lm_head", W, D, 2.5)
+        w.plain("lm_head.weight", w.normal("draft.lm_head", W, D) * 2.5 * D**-0.5)
     if "mask_embedding" in v.own:
         w.plain("mask_embedding", w.normal("mask_embedding", D))
     if "selector_rank" in inner:

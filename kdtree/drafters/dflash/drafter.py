@@ -103,7 +103,7 @@ class DflashDrafter:
         self.target = model
         own = self.model.embed_tokens
         self.embedding = model.embed_tokens if own is None else own
-        length = self.embedding.float().norm(dim=1)
+        length = torch.linalg.vector_norm(self.embedding, dim=1, dtype=torch.float32)
         mask = self.model.c.mask
         if self.model.mask_embedding is None and length[mask] < DIM * length.median():
             logger.warning(
