@@ -1,6 +1,7 @@
 // The launchers: every op, on every backend, as `void op(const OpParams&, Stream)`.
 #pragma once
 
+#include "attention.h"
 #include "kdtree.h"
 
 namespace kdtree {

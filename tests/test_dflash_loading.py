@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,6 +144,39 @@ def test_published_keys():
     selector = built.drafter.model.selector
     assert selector.hidden_projection.weight.shape == (24, 128)
     assert selector.predecessor_codebook.shape == selector.successor_codebook.shape == (512, 24)
+
+
+KIMI = {  # the keys and values of the published drafter of Kimi-K2.6
+    "architectures": ["DFlashDraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+    "block_size": 8, "head_dim": 128, "hidden_act": "silu", "hidden_size": 7168,
+    "intermediate_size": 18432, "layer_types": ["full_attention"] * 6, "max_window_layers": 6,
+    "max_position_embeddings": 262144, "model_type": "qwen3", "num_attention_heads": 64,
+    "num_hidden_layers": 6, "num_key_value_heads": 8, "num_target_layers": 61,
+    "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "sliding_window": None, "use_cache": True,
+    "rope_scaling": {
+        "type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+    "dflash_config": {
+        "mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58],
+    },
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 163840,
+}  # fmt: skip
+
+
+def test_kimi_s_drafter(tmp_path, device):
+    (tmp_path / "config.json").write_text(json.dumps(KIMI))
+    target = load(Path(__file__).parent / "data/kimi-k2.6")
+    there = replace(setup(device), target=target)
+    found = {}
+    for amplitude in ("config", "legacy"):
+        config = DflashConfig(tmp_path, window=4096, yarn_amplitude=amplitude)
+        found[amplitude] = c = config.architecture(tmp_path, there)
+        assert (c.block, c.mask, c.taps) == (8, 163838, (1, 12, 24, 35, 47, 58))
+        assert (c.heads, c.kv_heads, c.head, c.width) == (64, 8, 128, 18432)
+        assert {(a.window, a.causal) for a in c.attention} == {(4096, False)}
+    amplitudes = [c.rotary.yarn.amplitude for c in found.values()]
+    assert amplitudes == pytest.approx([1.0, 1.4159], abs=1e-4)
 
 
 def test_windows_are_causal_unless_the_checkpoint_says_not():

@@ -1,6 +1,6 @@
-// The query heads of a key head, of all slots of a block, share every key and value, widened once.
-// A row's own sums do not depend on which rows those are: scores over lanes, weights and values in
-// the order of the keys.
+// The query heads of a key head, of all slots of a block, share every key and value, widened once,
+// and fill the lanes. A row's own sums do not depend on which rows those are: scores over lanes,
+// weights and values in the order of the keys. Scores are in units of log2 e, so that exp is exp2.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -11,11 +11,38 @@ namespace kdtree::cpu {
 namespace {
 
 constexpr int kRows = 4;  // queries whose scores are summed at once
+constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of a key not seen
+constexpr float kLog2E = 1.442695041f;
 
 // score[r] = key . q[r]; a whole number of kRows queries, width a whole number of lanes.
 [[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")]]
 void score_key(const float* key, const float* q, int rows, int width, float* score) {
   for (int r = 0; r < rows; r += kRows) dots<kRows>(key, q + int64_t{r} * width, width, score + r);
+}
+
+// Scores [keys, rows] become weights, 2^(scale * score - top) of the row; rows in whole lanes. sum:
+// their sums, in double since there may be many.
+[[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")]]
+void weigh(float* score, int keys, int rows, float scale, double* sum) {
+  for (int r = 0; r < rows; r += kLanes) {
+    Lanes top;
+#pragma GCC unroll 1
+    for (int l = 0; l < kLanes; ++l) top[l] = kHidden;
+    for (int j = 0; j < keys; ++j)
+#pragma GCC unroll 1
+      for (int l = 0; l < kLanes; ++l) {
+        float& s = score[int64_t{j} * rows + r + l];
+        s *= scale;
+        top[l] = larger(top[l], s);
+      }
+    for (int j = 0; j < keys; ++j) {
+      float* weight = score + int64_t{j} * rows + r;
+#pragma GCC unroll 1
+      for (int l = 0; l < kLanes; ++l) weight[l] = exp2_negative(weight[l] - top[l]);
+#pragma GCC unroll 1
+      for (int l = 0; l < kLanes; ++l) sum[r + l] += weight[l];
+    }
+  }
 }
 
 // acc[r] += weight[r] * value
@@ -46,7 +73,7 @@ class Head {
         g(g),
         group(p.H / p.kv_heads),
         rows(p.N * group),
-        padded((rows + kRows - 1) / kRows * kRows),
+        padded(whole_lanes(rows)),
         width(whole_lanes(p.width)),
         length(std::clamp(p.length[b], 0, p.window ? std::numeric_limits<int>::max() : p.S)),
         first(p.window ? std::max(length - p.window + 1, 0) : 0),
@@ -54,7 +81,8 @@ class Head {
         q(int64_t{padded} * width),
         acc(int64_t{padded} * width),
         wide(width),
-        score(int64_t{keys} * padded) {}
+        score(int64_t{keys} * padded),
+        sum(padded) {}
 
   void run() {
     for (int r = 0; r < rows; ++r) widen_row(query(p.q, r), p.width, &q[int64_t{r} * width]);
@@ -62,14 +90,17 @@ class Head {
       widen_row(row(p.k, p.cache_k, j), p.width, wide.data());
       score_key(wide.data(), q.data(), padded, width, &score[int64_t{j} * padded]);
     }
-    for (int r = 0; r < rows; ++r) weigh(r);
+    if (p.window || p.causal) hide();
+    weigh(score.data(), keys, padded, p.scale * kLog2E, sum.data());
     for (int j = 0; j < keys; ++j) {
       widen_row(row(p.v, p.cache_v, j), p.width, wide.data());
       add_value(wide.data(), &score[int64_t{j} * padded], rows, width, acc.data());
     }
     for (int r = 0; r < rows; ++r) {
       auto* out = const_cast<Element*>(query(p.out, r));
-      for (int c = 0; c < p.width; ++c) out[c] = Element(acc[int64_t{r} * width + c]);
+      for (int c = 0; c < p.width; ++c) {
+        out[c] = Element(acc[int64_t{r} * width + c] / static_cast<float>(sum[r]));
+      }
     }
   }
 
@@ -93,19 +124,10 @@ class Head {
     return !p.causal || other <= slot;
   }
 
-  // Turns row r's scores into weights that sum to 1; those of hidden keys into zeros.
-  void weigh(int r) {
-    const int slot = r / group;
-    float top = -std::numeric_limits<float>::infinity();
+  void hide() {
     for (int j = 0; j < keys; ++j)
-      if (visible(slot, j)) top = std::max(top, score[int64_t{j} * padded + r] * p.scale);
-    double sum = 0;
-    for (int j = 0; j < keys; ++j) {
-      float& s = score[int64_t{j} * padded + r];
-      s = visible(slot, j) ? std::exp(s * p.scale - top) : 0;
-      sum += s;
-    }
-    for (int j = 0; j < keys; ++j) score[int64_t{j} * padded + r] /= static_cast<float>(sum);
+      for (int r = 0; r < rows; ++r)
+        if (!visible(r / group, j)) score[int64_t{j} * padded + r] = kHidden;
   }
 
   const BlockAttentionParams& p;
@@ -113,6 +135,7 @@ class Head {
   std::vector<float> q, acc;  // [padded, width]
   std::vector<float> wide;    // [width]
   std::vector<float> score;   // [keys, padded]
+  std::vector<double> sum;    // [padded]
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the kernels over the latent cache share: rotation, and loops over explicit lanes.
+// What the attention kernels share: rotation, exponentials, and loops over explicit lanes.
 //
 // The loops over lanes carry `unroll 1`, so that gcc turns each into one vector instruction instead
 // of taking it apart; the loops around them are unrolled, so that the sums stay in registers.
@@ -52,6 +52,29 @@ template <class Element>
   for (int l = 0; l < 4; ++l) v[l] += v[l + 4];
   return (v[0] + v[2]) + (v[1] + v[3]);
 }
+
+// 2^x for x <= 0, off by two units in the last place; 0 below 2^-126, NaN at NaN. The Taylor series
+// of 2^f, |f| <= 1/2, ends at ln(2)^7 / 7!: the next term is below 2^-27.
+[[gnu::always_inline]] inline float exp2_negative(float x) {
+  constexpr float kLowest = -126;
+  constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+  constexpr int kRoundBits = 0x4b400000, kBias = 127, kMantissa = 23;
+  const float rounded = (x < kLowest ? kLowest : x) + kRound;
+  const float f = (x < kLowest ? kLowest : x) - (rounded - kRound);
+  float y = 1.5252733804e-5f;
+  y = std::fma(y, f, 1.5403530393e-4f);
+  y = std::fma(y, f, 1.3333558146e-3f);
+  y = std::fma(y, f, 9.6181291076e-3f);
+  y = std::fma(y, f, 5.5504108665e-2f);
+  y = std::fma(y, f, 2.4022650696e-1f);
+  y = std::fma(y, f, 6.9314718056e-1f);
+  y = std::fma(y, f, 1.f);
+  const int exponent = std::bit_cast<int32_t>(rounded) - kRoundBits + kBias;
+  const float power = std::bit_cast<float>(exponent << kMantissa);
+  return x < kLowest ? 0.f : y * power;
+}
+
+[[gnu::always_inline]] inline float larger(float a, float b) { return a > b ? a : b; }
 
 // out[k] = x . y[k] for K rows y, `width` apart and a whole number of lanes wide. K sums in flight
 // hide the latency of fma; each one's order depends on the width alone.

@@ -99,6 +99,7 @@ def _architecture(keys: Keys, inner: Keys) -> Architecture:
     keys.architecture(ARCHITECTURES)
     keys.one_of("hidden_act", ("silu",), "silu")
     keys.one_of("attention_bias", (False,), False)
+    keys.one_of("mlp_bias", (False,), False)
     keys.one_of("tie_word_embeddings", (False,), False)
     inner.one_of("causal_head", (False,), False)
     hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")

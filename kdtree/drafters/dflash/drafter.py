@@ -123,7 +123,7 @@ class DflashDrafter:
 
     def propose(self, state: State) -> TokenTree:
         hidden, logits = self.draft(state)
-        score, candidate = self._scores(logits)
+        score, candidate = self._scores(logits, hidden, state)
         return grow(state, score, candidate, self.nodes, self.setup)
 
     def commit(self, path: Path, taps: Tensor) -> None:
@@ -142,7 +142,7 @@ class DflashDrafter:
             return hidden, self.model.scaled(self.target.logits(hidden))
         return hidden, self.model.scaled(head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))
 
-    def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores(self, logits: Tensor, hidden: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids [B, J, M] of the best candidates of each depth."""
         k = min(CANDIDATES, self.setup.vocab)
         score, candidate = ops.top_logprobs(logits.flatten(0, 1), k)

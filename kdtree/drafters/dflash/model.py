@@ -79,7 +79,7 @@ class Layer(nn.Module):
             self.mlp_conv = BlockConv(*shape, w.at("mlp_conv"))
 
 
-class Selector(nn.Module):
+class PathSelector(nn.Module):
     """The parameters of the edge scores <A[a] * (P h), B[b]> of going from token a to b.
 
     hidden_projection: P [rank, D]; predecessor_codebook, successor_codebook: A, B [V, rank]
@@ -108,7 +108,7 @@ class Dflash(nn.Module):
         self.hidden_norm = RmsNorm(w.take("hidden_norm.weight", c.hidden), c.norm_eps)
         self.layers = nn.ModuleList(Layer(c, w.at("layers").at(i)) for i in range(len(c.attention)))
         self.norm = RmsNorm(w.take("norm.weight", c.hidden), c.norm_eps)
-        self.selector = Selector(c, w.at("candidate_selector")) if c.selector else None
+        self.selector = PathSelector(c, w.at("candidate_selector")) if c.selector else None
         self.embed_tokens = self.mask_embedding = self.lm_head = None
         if own["embed_tokens"]:
             self.embed_tokens = frozen(w.take_matrix("embed_tokens.weight", c.vocab, c.hidden))
