@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from scored import ScoredConfig
 from variants import variant
 
 from kdtree import Engine, NgramConfig, NumericsError, OracleConfig, SamplingParams
@@ -124,6 +125,7 @@ class Case:
             "wrong": OracleConfig(truth, 0.0, 3, **c),
             "ngram": NgramConfig(depth=self.depth, matches=self.number % 4 + 1),
             "garbage": GarbageConfig(self.depth),
+            "scored": ScoredConfig(truth, self.depth, edges=self.number % 2 == 0, spoilt=0.1),
         }
 
 
