@@ -14,9 +14,11 @@ from threading import Lock
 import torch
 
 from kdtree import options
+from kdtree.budget import automatic
 from kdtree.cache import KvCache
 from kdtree.checks import flag, whole
 from kdtree.config import load as load_config
+from kdtree.costs import Costs
 from kdtree.drafters import Drafter, DrafterConfig, Setup
 from kdtree.errors import NumericsError
 from kdtree.models import load_model
@@ -39,8 +41,9 @@ class Engine:
     """A model, a drafter, and room for max_batch sequences of max_seq_len tokens.
 
     model: directory in Hugging Face layout; None for the small demo model that ships with this
-    drafter: "none", "ngram", or a drafter's config; budget: draft nodes a round, or "auto" for the
-        drafter's own choice; tree: "best-first" or "chain"; chain_seed: insert the best chain first
+    drafter: "none", "ngram", or a drafter's config; budget: draft nodes a round, "auto" for as many
+        as pay (measured now), or the Costs to choose by; tree: "best-first" or "chain"; chain_seed:
+        insert the best chain first
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
     quantize: "int4" for routed experts that the checkpoint holds otherwise, None to keep them so
@@ -56,7 +59,7 @@ class Engine:
         model: str | Path | None = None,
         *,
         drafter: str | DrafterConfig = "none",
-        budget: int | str = "auto",
+        budget: int | str | Costs = "auto",
         tree: str = "best-first",
         chain_seed: bool = False,
         device: str = "auto",
@@ -95,6 +98,8 @@ class Engine:
         width = self.config.mla.kv_lora_rank + self.config.mla.rope
         self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
+        if setup.budget is None:
+            self.drafter = automatic(self.drafter, budget, self.model, self.cache, self.state)
         self._free = Lock()  # held by the one generation at a time
 
     def generate(

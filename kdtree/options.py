@@ -6,6 +6,7 @@ import torch
 
 from kdtree.checks import is_whole
 from kdtree.config import ModelConfig
+from kdtree.costs import Costs
 from kdtree.drafters import DRAFTERS, DrafterConfig
 from kdtree.errors import CapacityError, ConfigError
 from kdtree.sampling import SamplingParams
@@ -67,12 +68,12 @@ def batch(sequences: int) -> int:
     return sequences
 
 
-def budget(nodes: int | str) -> int | None:
-    """Draft nodes a round; None for the drafter's own choice."""
-    if nodes == "auto":
+def budget(nodes: int | str | Costs) -> int | None:
+    """Draft nodes a round; None for as many as pay, up to the drafter's own choice."""
+    if nodes == "auto" or isinstance(nodes, Costs):
         return None
     if not is_whole(nodes) or not 0 <= nodes < MAX_NODES:
-        raise ValueError(f"budget is {nodes!r}, wants 'auto' or 0 to {MAX_NODES - 1}")
+        raise ValueError(f"budget is {nodes!r}, wants 'auto', Costs or 0 to {MAX_NODES - 1}")
     return nodes
 
 

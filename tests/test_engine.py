@@ -276,7 +276,7 @@ def test_metrics(device):
         [1, 2, 3], SamplingParams(max_tokens=33, ignore_eos=True)
     )
     drafter = OracleConfig(((1, 2, 3, *truth.token_ids),), depth=7)
-    engine = engine_of("base", device, "float32", drafter)
+    engine = engine_of("base", device, "float32", drafter, budget=7)
     got = engine.generate([1, 2, 3], SamplingParams(max_tokens=33, ignore_eos=True), trace=True)
     m = got.metrics
     assert (m.prompt_tokens, m.tokens, m.rounds) == (3, 33, 5)
