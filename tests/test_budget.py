@@ -12,7 +12,7 @@ from variants import variant
 
 from kdtree import Costs, Engine, NgramConfig, OracleConfig, SamplingParams
 from kdtree.budget import AutoBudget, Calibration, best_size
-from kdtree.costs import sizes_up_to
+from kdtree.costs import measure, sizes_up_to
 from kdtree.state import State
 from kdtree.tree import TokenTree
 
@@ -195,6 +195,26 @@ def test_measures_its_costs(device):
     got = engine.generate([[1, 2, 3], [4, 5]], params)
     want = engine_of("base", device, "float32").generate([[1, 2, 3], [4, 5]], params)
     assert outcome(got) == outcome(want)
+
+
+def test_times_full_trees_after_one_context(device):
+    """What is timed is what the size says: no padding, and not further on with every round."""
+    engine, seen = engine_of("base", device, "float32", batch=2), {}
+
+    class Watched:
+        config, logits = engine.model.config, engine.model.logits
+
+        def __call__(self, step, cache, taps):
+            if step.token.shape[1] > 1:
+                seen.setdefault(step.context.tolist()[0], set()).add(step.token.shape[1])
+                assert (step.position >= 0).all() and step.token[0].tolist() != step.token[
+                    1
+                ].tolist()
+            return engine.model(step, cache, taps)
+
+    measure(Watched(), engine.cache, engine.state, Drafting(Skill(0.5), 64, False, 2))
+    assert list(seen.values()) == [set(sizes_up_to(64)) - {1}]
+    assert 0 not in seen
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 20])

@@ -100,6 +100,10 @@ def test_rows_that_are_not_finite(device, rng):
     y = run(given, device)
     assert y[:, :3].isnan().all() and not y[:, 3:].isnan().any()
     assert (y[:, 3, 10] == -np.inf).all() and y[:, 4].isfinite().all()
+    for a in (0.0, -1.0):
+        logits, *sampling, _, b, c = given
+        y = run((logits, *sampling, torch.full((5,), a), b, c), device)
+        assert (y[:, 3, 10] == -np.inf).all() and not y[:, 3:].isnan().any()
     score, ids = ops.top_logprobs(y.flatten(0, 1), 5)
     assert score[:3].isnan().all() and ids.min() >= 0 and ids.max() < 70
 
