@@ -23,10 +23,10 @@ from kdtree.tree import MAX_DEPTH, Path, TokenTree
 PRIOR = 1.0  # drafts as good as claimed that are counted before any is seen
 POOLED = 3.0  # drafts of a depth that count as much as those of all depths
 FADE, FORGET = 0.03, 0.002  # of a count, by a draft that adds to it, and by a round in any case
-TRIAL = 2  # rounds with a draft before plain decoding may be preferred
 STALE = 0.1  # of what was learnt, where a trial shows that it holds no more
 LATEST = 0.8  # weight of a round by the next one in that comparison
-PAUSE, LONGEST = 32, 256  # rounds without a draft, doubled while drafting fails to pay
+PAUSE, LONGEST = 32, 128  # rounds without a draft, doubled while drafting fails to pay
+NOTHING = 8  # such rounds after a draft of no node at all
 DRAFTS = 9  # whose median time is a draft's cost
 KINDS = 3  # of nodes: on the spine, beside it, below what is beside it
 
@@ -47,6 +47,7 @@ class AutoBudget:
     costs: of rounds, by the sizes to choose among
     chosen: how many rounds took each N
     The choice is made on the host, from one small read a round; a round without a draft has none.
+    After a pause, and at first, one round is on trial: what it brought is read, too.
     """
 
     def __init__(self, drafter: Drafter, costs: Costs, device: torch.device):
@@ -62,7 +63,8 @@ class AutoBudget:
 
     def start(self, b: int, request: int, prompt: list[int]) -> None:
         self.drafter.start(b, request, prompt)
-        if self._idle:  # another text may be another matter
+        self._pause = PAUSE  # another text may be another matter
+        if self._idle:
             self._idle = 0
             self._begin_trial()
 
@@ -70,15 +72,17 @@ class AutoBudget:
         self.drafter.prefill(b, taps)
 
     def propose(self, state: State) -> TokenTree:
+        if self._last and self._on_trial:
+            self._compare(float(self.calibration.emitted))
         if self._idle:
             self._idle -= 1
             self._size, tree = 1, TokenTree.root(state.root()).masked(state.active)
         else:
             began = time.perf_counter()
             tree = self.drafter.propose(state)
-            expected, emitted = self.calibration.expected(tree)  # here the host waits
+            expected = self.calibration.expected(tree).tolist()  # here the host waits
             self._drafts.append(time.perf_counter() - began)
-            self._size = self._choose(expected, emitted)
+            self._size = self._choose(expected)
             tree = tree.first(self._size)
         self.chosen[self._size] += 1
         return tree
@@ -87,40 +91,42 @@ class AutoBudget:
         self.drafter.commit(path, taps)
         self.calibration.observe(path, self._size)
 
-    def _choose(self, expected: list[float], emitted: float) -> int:
-        """expected: tokens of a round by size, of all sequences; emitted: those of the last one"""
+    def _choose(self, expected: list[float]) -> int:
+        """expected: tokens of a round by size, of all sequences together"""
         if self._last:
-            self._compare(*self._last, emitted)
+            self._compare(0.0)
         draft, seconds = self.costs.draft, self.costs.rounds
         if draft is None:
             draft = statistics.median(self._drafts)
         i = best_size(expected, [draft + seconds[size] for size in self.sizes])
-        if i == 0 and self._trial < TRIAL and len(self.sizes) > 1:
-            i = 1  # a trial without a single node would teach nothing
-        self._last = expected[i], draft + seconds[self.sizes[i]], expected[0] / seconds[1]
+        offered = expected[-1] > expected[0]
+        if self._on_trial and not offered:
+            self._idle = NOTHING
+        elif self._idle == 0:
+            if i == 0 and self._on_trial:
+                i = 1  # a trial without a single node would teach nothing
+            self._last = expected[i], draft + seconds[self.sizes[i]], expected[0] / seconds[1]
         return self.sizes[i]
 
     def _begin_trial(self) -> None:
         self._last = None  # of the round before: tokens expected, seconds, plain tokens a second
-        self._trial, self._seconds = 0, 0.0
-        self._expected, self._emitted = 0.0, 0.0
+        self._on_trial, self._expected, self._seconds = True, 0.0, 0.0
 
-    def _compare(self, expected: float, seconds: float, plain: float, emitted: float) -> None:
-        """Goes on without drafts for a while where they do not pay.
+    def _compare(self, emitted: float) -> None:
+        """Goes on without drafts for a while where the rounds before did not pay.
 
-        A trial is won by what it brought, too: then what was learnt before holds no more.
+        emitted: tokens of the last one, where it ends a trial. A trial is won by what it brought,
+        too: then what was learnt before holds no more.
         """
+        (expected, seconds, plain), self._last = self._last, None
         self._expected = LATEST * self._expected + expected
-        self._emitted = LATEST * self._emitted + emitted
         self._seconds = LATEST * self._seconds + seconds
-        self._trial += 1
-        if self._trial < TRIAL:
-            return
+        on_trial, self._on_trial = self._on_trial, False
         if self._expected >= plain * self._seconds:
             self._pause = PAUSE
-        elif self._trial == TRIAL and self._emitted >= plain * self._seconds:
+        elif on_trial and emitted >= plain * self._seconds:
             self.calibration.count.mul_(STALE)
-            self._expected = self._emitted
+            self._expected = emitted
         else:
             self._idle, self._pause = self._pause, min(2 * self._pause, LONGEST)
             self._begin_trial()
@@ -145,18 +151,16 @@ class Calibration:
         self.last = torch.tensor(sizes, device=device) - 1
         self.count = torch.zeros(2, MAX_DEPTH * KINDS, device=device)
         self.cells = torch.arange(MAX_DEPTH * KINDS, device=device)
-        self.emitted = torch.zeros(1, device=device)
+        self.emitted = torch.zeros((), device=device)  # tokens of the last round
         self.tree: _Nodes | None = None  # of the last round, if it had a draft
 
-    def expected(self, tree: TokenTree) -> tuple[list[float], float]:
-        """Tokens that a round is expected to emit, by size, of all sequences together; and how many
-        the last one did."""
+    def expected(self, tree: TokenTree) -> Tensor:
+        """Tokens that a round is expected to emit, by size, of all sequences together: [sizes]."""
         self.tree = nodes = _Nodes.of(tree)
         step = (nodes.claim + self._factor()[nodes.cell]).clamp(max=0) * nodes.drafted
         chance = (nodes.lineage @ step[..., None])[..., 0].exp() * nodes.drafted
         tokens = chance.sum(0).cumsum(0) + (tree.parent[:, 0] == -1).sum()
-        *tokens, emitted = torch.cat([tokens[self.last], self.emitted]).tolist()
-        return tokens, emitted
+        return tokens[self.last]
 
     def _factor(self) -> Tensor:
         """Log of accepted over claimed, by cell. What a kind has shown at all depths is what is
@@ -167,7 +171,7 @@ class Calibration:
 
     def observe(self, path: Path, size: int) -> None:
         """Counts what became of the last tree's first `size` nodes, if it had a draft."""
-        self.emitted = path.length.sum(0, keepdim=True).float()
+        self.emitted = path.length.sum()
         nodes, self.tree = self.tree, None
         if nodes is None or size == 1:
             return
