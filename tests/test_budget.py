@@ -153,6 +153,27 @@ def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
     assert run.sizes[again] > 1 and run.sizes[-20:].count(1) == 0
 
 
+def test_a_new_text_shortens_the_pause():
+    run = auto(SKILLS["nil"], TABLES["cliff"], 0.4).run(600, SKILLS["nil"])
+    run.drafter.start(0, 0, [1])
+    run.run(8, SKILLS["nil"])  # found out again
+    drafts = run.drafter.drafter.drafts
+    run.run(34, SKILLS["nil"])
+    assert run.drafter.drafter.drafts > drafts
+
+
+def test_a_drafter_with_nothing_to_say_is_soon_asked_again():
+    """Padding costs a draft in nine rounds at most, and does not count as a draft that failed."""
+    skill = SKILLS["good"]
+    run = auto(skill, TABLES["cliff"], 0.4)
+    spoken, run.drafter.drafter.skill = skill.claims, Skill(0.85, claims=(0.0,) * 4)
+    run.run(90, skill)
+    assert run.drafter.drafter.drafts == 10 and set(run.sizes) == {1}
+    run.drafter.drafter.skill = Skill(0.85, claims=spoken)
+    run.run(40, skill)
+    assert run.sizes[-30:].count(1) == 0
+
+
 def test_no_sequence_running(device):
     state = State(2, 64, CPU)
     budget = AutoBudget(Drafting(Skill(0.5), 64, False, 2), Costs(TABLES["experts"], 0.1), CPU)
