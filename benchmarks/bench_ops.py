@@ -13,11 +13,12 @@ from cases import Bench, Case
 from cases_attention import block_attention, kv_compact, mla_append, mla_attention, mla_query
 from cases_dense import add_rms_norm, linear, rms_norm, swiglu
 from cases_experts import int4_linear, int4_pack, moe_experts, moe_route
-from cases_tree import sample, top_logprobs, tree_accept, tree_build
+from cases_tree import draft_logits, sample, top_logprobs, tree_accept, tree_build
 
 BENCHES = [
     rms_norm, add_rms_norm, linear, swiglu, int4_pack, int4_linear, moe_route, moe_experts,
-    mla_query, mla_append, mla_attention, block_attention, kv_compact, top_logprobs, tree_build,
+    mla_query, mla_append, mla_attention, block_attention, kv_compact, draft_logits, top_logprobs,
+    tree_build,
     sample, tree_accept,
 ]  # fmt: skip
 

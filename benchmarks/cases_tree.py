@@ -19,6 +19,23 @@ def top_logprobs(b: Bench) -> Iterator[Case]:
         yield Case({"T": T, "W": b.size.W, "k": 16}, run, 4 * T * b.size.W, 0, ("eager", plain))
 
 
+def draft_logits(b: Bench) -> Iterator[Case]:
+    W = b.size.W
+    for J, temperature in ((7, 0.0), (7, 1.0), (15, 1.0)):
+        logits = b.rand(1, J, W, scale=3, dtype=torch.float32)
+        where = b.tensor([9]), b.tensor([7], torch.int64), b.tensor([temperature], torch.float32)
+        fitted = [torch.full((J,), value, device=b.device) for value in (1.2, 0.9, 0.1)]
+        run = partial(ops.draft_logits, logits, *where, *fitted)
+        plain = partial(eager.draft_logits, logits, temperature, *(f[:, None] for f in fitted))
+        if temperature:
+            want = ops.draft_logits(*(each.cpu() for each in (logits, *where, *fitted)))
+            b.close("draft_logits", run().cpu(), want)
+        else:
+            b.close("draft_logits", run(), plain())
+        shape = {"B": 1, "J": J, "W": W, "temperature": temperature}
+        yield Case(shape, run, 8 * J * W, 0, ("eager, other noise", plain))
+
+
 def tree_build(b: Bench) -> Iterator[Case]:
     for N, J, M, edges in ((8, 7, 16, 0), (64, 15, 16, 0), (16, 7, 16, 1), (64, 7, 16, 1)):
         lists = (1, J, M, M) if edges else (1, J, M)

@@ -103,6 +103,13 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.topk(logits.log_softmax(-1), k, -1)
 
 
+def draft_logits(logits: Tensor, temperature: float, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    y = a * logits.log_softmax(-1)
+    if temperature:
+        y += b * temperature * -torch.empty_like(y).exponential_().log()
+    return y / (1 + c * temperature)
+
+
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Greedy sampling: token and log-probability."""
     logprob, token = logits.log_softmax(-1).max(-1)

@@ -151,6 +151,22 @@ struct TopLogprobsParams {
   int T, W, k;
 };
 
+// A drafter's logits, sharpened, and coupled to the noise g that sample draws with for the token at
+// position[b] + 1 + j: y = (a[j] logprob + b[j] T g) / (1 + c[j] T), logprob = logits -
+// logsumexp(row), T = temperature[b]. Where b[j] T is 0 there is no noise. A -inf stays; a row with a
+// NaN, a +inf or nothing but -inf becomes NaN.
+struct DraftLogitsParams {
+  const float* logits;       // [B, J, W]
+  const int32_t* position;   // [B]: of the root; depth j + 1 is drawn at position + 1 + j
+  const int64_t* seed;       // [B]
+  const float* temperature;  // [B], >= 0
+  const float* a;            // [J]
+  const float* b;            // [J]
+  const float* c;            // [J]
+  float* y;                  // [B, J, W]
+  int B, J, W;
+};
+
 // The best-first tree. score(child) = score(parent) + min(s, 0) in float32, s the candidate's; a
 // NaN or -inf candidate is never taken. Order: score descending, then depth, parent, candidate.
 // With chain_seed the chain of best children is inserted first. A missing node is padding: token 0,

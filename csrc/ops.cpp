@@ -43,6 +43,9 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       "kv_compact(Tensor(a!) cache, Tensor block_table, Tensor context, Tensor path, Tensor length)"
       " -> ()");
 
+  m.def(
+      "draft_logits(Tensor logits, Tensor position, Tensor seed, Tensor temperature, Tensor a,"
+      " Tensor b, Tensor c) -> Tensor");
   m.def("top_logprobs(Tensor logits, int k) -> (Tensor, Tensor)");
   m.def(
       "tree_build(Tensor score, Tensor candidate, Tensor root, int budget, bool chain_seed)"

@@ -21,6 +21,38 @@ void check_vocabulary(int64_t W) {
 }
 
 template <auto Launch>
+Tensor draft_logits(const Tensor logits, const Tensor position, const Tensor seed,
+                    const Tensor temperature, const Tensor a, const Tensor b, const Tensor c) {
+  check_dim("logits", logits, 3);
+  check_float("logits", logits);
+  const int64_t B = logits.size(0), J = logits.size(1), W = logits.size(2);
+  check_vocabulary(W);
+  extent("logits", B * J);
+  check("position", position, {B}, ScalarType::Int, logits);
+  check("seed", seed, {B}, ScalarType::Long, logits);
+  check("temperature", temperature, {B}, ScalarType::Float, logits);
+  check("a", a, {J}, ScalarType::Float, logits);
+  check("b", b, {J}, ScalarType::Float, logits);
+  check("c", c, {J}, ScalarType::Float, logits);
+  auto y = empty(logits, {B, J, W}, ScalarType::Float);
+  if (B * J == 0) return y;
+  run_on<Launch>(logits, DraftLogitsParams{
+                             .logits = data<float>(logits),
+                             .position = data<int32_t>(position),
+                             .seed = data<int64_t>(seed),
+                             .temperature = data<float>(temperature),
+                             .a = data<float>(a),
+                             .b = data<float>(b),
+                             .c = data<float>(c),
+                             .y = mutable_data<float>(y),
+                             .B = extent("logits", B),
+                             .J = extent("logits", J),
+                             .W = extent("logits", W),
+                         });
+  return y;
+}
+
+template <auto Launch>
 std::tuple<Tensor, Tensor> top_logprobs(const Tensor logits, int64_t k) {
   check_dim("logits", logits, 2);
   check_float("logits", logits);
@@ -159,6 +191,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tree_accept(const Tensor token, const
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
+  m.impl("draft_logits", TORCH_BOX(&draft_logits<cpu::draft_logits>));
   m.impl("top_logprobs", TORCH_BOX(&top_logprobs<cpu::top_logprobs>));
   m.impl("tree_build", TORCH_BOX(&tree_build<cpu::tree_build>));
   m.impl("sample", TORCH_BOX(&sample<cpu::sample>));
@@ -167,6 +200,7 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
 
 #ifdef KDTREE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
+  m.impl("draft_logits", TORCH_BOX(&draft_logits<cuda::draft_logits>));
   m.impl("top_logprobs", TORCH_BOX(&top_logprobs<cuda::top_logprobs>));
   m.impl("tree_build", TORCH_BOX(&tree_build<cuda::tree_build>));
   m.impl("sample", TORCH_BOX(&sample<cuda::sample>));

@@ -14,9 +14,11 @@ from threading import Lock
 import torch
 
 from kdtree import options
+from kdtree.budget import automatic
 from kdtree.cache import KvCache
 from kdtree.checks import flag, whole
 from kdtree.config import load as load_config
+from kdtree.costs import Costs
 from kdtree.drafters import Drafter, DrafterConfig, Setup
 from kdtree.errors import NumericsError
 from kdtree.models import load_model
@@ -27,7 +29,7 @@ from kdtree.record import Round
 from kdtree.request import Request
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
-from kdtree.text import TOKENIZERS, ChatTemplate, Message, load_chat_template, load_tokenizer
+from kdtree.text import ChatTemplate, Message, load_chat_template, load_tokenizer
 from kdtree.tree import MAX_DEPTH, TokenTree
 from kdtree.verify import verify
 from kdtree.weights import Progress
@@ -39,9 +41,9 @@ class Engine:
     """A model, a drafter, and room for max_batch sequences of max_seq_len tokens.
 
     model: directory in Hugging Face layout; None for the small demo model that ships with this
-    drafter: "none", "ngram", "dflash", or a drafter's config; budget: draft nodes a round, or
-        "auto" for the drafter's own choice; tree: "best-first" or "chain"; chain_seed: insert the
-        best chain first
+    drafter: "none", "ngram", "dflash", or a drafter's config; budget: draft nodes a round, "auto"
+        for as many as pay (measured now), or the Costs to choose by; tree: "best-first" or "chain";
+        chain_seed: insert the best chain first
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
     quantize: "int4" for routed experts that the checkpoint holds otherwise, None to keep them so
@@ -57,7 +59,7 @@ class Engine:
         model: str | Path | None = None,
         *,
         drafter: str | DrafterConfig = "none",
-        budget: int | str = "auto",
+        budget: int | str | Costs = "auto",
         tree: str = "best-first",
         chain_seed: bool = False,
         device: str = "auto",
@@ -98,6 +100,8 @@ class Engine:
         width = self.config.mla.kv_lora_rank + self.config.mla.rope
         self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
+        if setup.budget is None:
+            self.drafter = automatic(self.drafter, budget, self.model, self.cache, self.state)
         self._free = Lock()  # held by the one generation at a time
 
     def generate(
@@ -265,7 +269,7 @@ class Engine:
         results, requests = [], []
         for prompt, p in zip(prompts, params, strict=True):
             text = prompt if isinstance(prompt, str) else None
-            ids = options.prompt_ids(self._encode(prompt), self.config.vocab)
+            ids = options.encode(prompt, self.tokenizer, self.config.vocab)
             if p.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
             eos = () if p.ignore_eos else self.config.eos_ids
@@ -288,13 +292,3 @@ class Engine:
             requests += own
             results.append(Result(text, ids, [r.completion for r in own]))
         return results, requests
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError(
-                "the prompt is text, and the model directory has neither of the supported "
-                f"tokenizers: {TOKENIZERS}"
-            )
-        return self.tokenizer.encode(prompt)

@@ -6,9 +6,11 @@ import torch
 
 from kdtree.checks import is_whole, shown
 from kdtree.config import ModelConfig
+from kdtree.costs import Costs
 from kdtree.drafters import DRAFTERS, DrafterConfig
 from kdtree.errors import CapacityError, ConfigError
 from kdtree.sampling import SamplingParams
+from kdtree.text import TOKENIZERS, Tokenizer
 from kdtree.tree import MAX_NODES
 
 DEMO = Path(__file__).parent / "demo"
@@ -67,12 +69,13 @@ def batch(sequences: int) -> int:
     return sequences
 
 
-def budget(nodes: int | str) -> int | None:
-    """Draft nodes a round; None for the drafter's own choice."""
-    if nodes == "auto":
+def budget(nodes: int | str | Costs) -> int | None:
+    """Draft nodes a round; None for as many as pay, up to the drafter's own choice."""
+    if nodes == "auto" or isinstance(nodes, Costs):
         return None
     if not is_whole(nodes) or not 0 <= nodes < MAX_NODES:
-        raise ValueError(f"budget is {shown(nodes)}, wants 'auto' or 0 to {MAX_NODES - 1}")
+        wanted = f"'auto', Costs or 0 to {MAX_NODES - 1}"
+        raise ValueError(f"budget is {shown(nodes)}, wants {wanted}")
     return nodes
 
 
@@ -139,6 +142,18 @@ def conversations(given: list) -> tuple[list, bool]:
         )
     single = not several[0]
     return [given] if single else list(given), single
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab: int) -> list[int]:
+    """A prompt's token ids."""
+    if not isinstance(prompt, str):
+        return prompt_ids(prompt, vocab)
+    if tokenizer is None:
+        raise ValueError(
+            "the prompt is text, and the model directory has neither of the supported "
+            f"tokenizers: {TOKENIZERS}"
+        )
+    return prompt_ids(tokenizer.encode(prompt), vocab)
 
 
 def prompt_ids(ids: list[int], vocab: int) -> list[int]:

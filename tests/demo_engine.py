@@ -31,7 +31,8 @@ def engine_of_kind(kind, device, truth=(), batch=1) -> Engine:
     if kind not in ("chain", "noisy"):
         return engine_of(device, kind, batch)
     engine = engine_of(device, CHAIN if kind == "chain" else NOISY, batch)
-    engine.drafter.config = replace(engine.drafter.config, truth=tuple(map(tuple, truth)))
+    oracle = engine.drafter.drafter  # within the automatic budget
+    oracle.config = replace(oracle.config, truth=tuple(map(tuple, truth)))
     return engine
 
 

@@ -19,7 +19,8 @@ def test_replayed_rounds_emit_what_eager_rounds_emit(kind, dtype, temperature):
     want = engine_of(name, "cuda", dtype).generate(prompt, params).token_ids
     truth = OracleConfig((tuple(prompt + want),), 0.6, depth=9)
     drafter = {"none": "none", "ngram": NgramConfig(), "oracle": truth}.get(kind, DflashConfig())
-    engine = engine_of(name, "cuda", dtype, drafter)
+    budget = "auto" if kind == "none" else 7  # to choose it, the host reads
+    engine = engine_of(name, "cuda", dtype, drafter, budget=budget)
     untimed = Phases(torch.device("cpu"))
     with torch.no_grad():
         _, requests = engine._requests([prompt], [params], False)

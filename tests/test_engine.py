@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from scored import ScoredConfig
 from variants import variant
 
 from kdtree import Engine, NgramConfig, NumericsError, OracleConfig, SamplingParams
@@ -124,6 +125,7 @@ class Case:
             "wrong": OracleConfig(truth, 0.0, 3, **c),
             "ngram": NgramConfig(depth=self.depth, matches=self.number % 4 + 1),
             "garbage": GarbageConfig(self.depth),
+            "scored": ScoredConfig(truth, self.depth, edges=self.number % 2 == 0, spoilt=0.1),
         }
 
 
@@ -274,7 +276,7 @@ def test_metrics(device):
         [1, 2, 3], SamplingParams(max_tokens=33, ignore_eos=True)
     )
     drafter = OracleConfig(((1, 2, 3, *truth.token_ids),), depth=7)
-    engine = engine_of("base", device, "float32", drafter)
+    engine = engine_of("base", device, "float32", drafter, budget=7)
     got = engine.generate([1, 2, 3], SamplingParams(max_tokens=33, ignore_eos=True), trace=True)
     m = got.metrics
     assert (m.prompt_tokens, m.tokens, m.rounds) == (3, 33, 5)

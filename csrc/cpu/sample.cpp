@@ -8,9 +8,6 @@
 namespace kdtree::cpu {
 namespace {
 
-constexpr int kWords = 4;    // ids that share one Philox block
-constexpr int kBlocks = 16;  // Philox blocks drawn together
-constexpr int kChunk = kBlocks * kWords;
 constexpr float kMinNoise = -2.9f, kMaxNoise = 16.7f;  // -log(-log u) for u = 2^-24 .. 1 - 2^-24
 
 struct Drawn {
@@ -18,39 +15,6 @@ struct Drawn {
   float logprob;
   bool finite;
 };
-
-struct Noise {
-  uint64_t seed, position;  // of the drawn token
-};
-
-// The Gumbel noise of ids 4 first .. 4 first + 63; id 4 (first + i) + j is at noise[j][i].
-// Philox4x32-10: key = seed, counter = (id / 4, position, 0), word id % 4.
-[[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")]]
-void gumbel(Noise at, uint32_t first, float (*noise)[kBlocks]) {
-  uint32_t c[kWords][kBlocks];
-  for (int i = 0; i < kBlocks; ++i) {
-    c[0][i] = first + i;
-    c[1][i] = static_cast<uint32_t>(at.position);
-    c[2][i] = static_cast<uint32_t>(at.position >> 32);
-    c[3][i] = 0;
-  }
-  uint32_t key0 = static_cast<uint32_t>(at.seed), key1 = static_cast<uint32_t>(at.seed >> 32);
-  for (int round = 0; round < 10; ++round, key0 += 0x9e3779b9u, key1 += 0xbb67ae85u) {
-    for (int i = 0; i < kBlocks; ++i) {
-      const uint64_t a = uint64_t{0xd2511f53u} * c[0][i], b = uint64_t{0xcd9e8d57u} * c[2][i];
-      c[0][i] = static_cast<uint32_t>(b >> 32) ^ c[1][i] ^ key0;
-      c[1][i] = static_cast<uint32_t>(b);
-      c[2][i] = static_cast<uint32_t>(a >> 32) ^ c[3][i] ^ key1;
-      c[3][i] = static_cast<uint32_t>(a);
-    }
-  }
-  for (int j = 0; j < kWords; ++j) {
-    for (int i = 0; i < kBlocks; ++i) {
-      const float u = (static_cast<float>(static_cast<int32_t>(c[j][i] >> 9)) + .5f) * 0x1p-23f;
-      noise[j][i] = -log_positive(-log_positive(u));
-    }
-  }
-}
 
 // logit / temperature, kept finite where a tiny temperature would overflow; -inf stays.
 [[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")]]
@@ -68,7 +32,7 @@ float chunk_max(const float* x) {
   constexpr int kLanes = 16;
   float best[kLanes];
   for (int j = 0; j < kLanes; ++j) best[j] = x[j];
-  for (int i = kLanes; i < kChunk; i += kLanes)
+  for (int i = kLanes; i < kNoiseIds; i += kLanes)
     for (int j = 0; j < kLanes; ++j) best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int j = 0; j < width; ++j) best[j] = best[j + width] > best[j] ? best[j + width] : best[j];
@@ -80,12 +44,12 @@ float chunk_max(const float* x) {
 int argmax_noisy(const std::vector<float>& scaled, float max, Noise at) {
   float sure = max + kMinNoise, best = -INFINITY;
   int token = -1;
-  for (size_t v = 0; v < scaled.size(); v += kChunk) {
+  for (size_t v = 0; v < scaled.size(); v += kNoiseIds) {
     if (chunk_max(&scaled[v]) + kMaxNoise < sure) continue;
-    float noise[kWords][kBlocks];
-    gumbel(at, static_cast<uint32_t>(v / kWords), noise);
-    for (int i = 0; i < kChunk; ++i) {
-      const float score = scaled[v + i] + noise[i % kWords][i / kWords];
+    float noise[kNoiseWords][kNoiseBlocks];
+    gumbel(at, static_cast<uint32_t>(v / kNoiseWords), noise);
+    for (int i = 0; i < kNoiseIds; ++i) {
+      const float score = scaled[v + i] + noise[i % kNoiseWords][i / kNoiseWords];
       if (score > best) best = score, token = static_cast<int>(v) + i;
     }
     sure = std::max(sure, best);
@@ -146,7 +110,7 @@ Drawn draw(const SampleParams& p, int64_t t, int32_t position) {
   const float temperature = p.temperature[b];
   int token;
   if (temperature > 0) {
-    std::vector<float> scaled((p.W + kChunk - 1) / kChunk * int64_t{kChunk}, -INFINITY);
+    std::vector<float> scaled((p.W + kNoiseIds - 1) / kNoiseIds * int64_t{kNoiseIds}, -INFINITY);
     scale(x, p.W, temperature, scaled.data());
     const float best = row_max(scaled.data(), p.W);
     filter(scaled, p.W, best, p.top_k[b], p.top_p[b], p.min_p[b]);

@@ -1,4 +1,5 @@
-// What sample and top_logprobs share: the order of a row's logits and its sum of exponentials.
+// What sample, top_logprobs and draft_logits share: the order of a row's logits, its sum of
+// exponentials, and the noise of its ids.
 //
 // Masses are sums of exp(x - max) in fixed point, in units of 2^-40. Integers add up to the same
 // bits in any order, so a mass depends on nothing but the row's values, and 2^24 of them fit 64
@@ -12,6 +13,9 @@
 namespace kdtree::cpu {
 
 inline constexpr float kMassUnits = 1099511627776.f;  // 2^40
+inline constexpr int kNoiseWords = 4;                 // ids that share one Philox block
+inline constexpr int kNoiseBlocks = 16;               // Philox blocks drawn together
+inline constexpr int kNoiseIds = kNoiseBlocks * kNoiseWords;
 
 // Grows with x; NaN is above everything, the zeros are equal.
 inline uint32_t order_key(float x) {
@@ -81,11 +85,24 @@ float row_max(const float* x, int W);
 // The sum of exp(x[i] - max) in units of 2^-40.
 uint64_t row_mass(const float* x, int W, float max);
 
+// What fixes a row's noise.
+struct Noise {
+  uint64_t seed, position;  // of the drawn token
+};
+
+// The Gumbel noise of ids 4 first .. 4 first + 63; id 4 (first + i) + j is at noise[j][i].
+// Philox4x32-10: key = seed, counter = (id / 4, position, 0), word id % 4.
+void gumbel(Noise at, uint32_t first, float (*noise)[kNoiseBlocks]);
+
+// log(sum of exp(x - max)) of a row of this mass.
+inline double log_of(uint64_t mass) {
+  return std::log(static_cast<double>(mass) / double(kMassUnits));
+}
+
 // x - logsumexp(row). NaN where the row holds a NaN, a +inf or nothing but -inf.
 inline float logprob_of(float x, float max, uint64_t mass) {
   if (!(std::abs(max) < INFINITY)) return NAN;
-  return static_cast<float>(double(x) - double(max) -
-                            std::log(static_cast<double>(mass) / double(kMassUnits)));
+  return static_cast<float>(double(x) - double(max) - log_of(mass));
 }
 
 }  // namespace kdtree::cpu

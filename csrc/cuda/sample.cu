@@ -20,26 +20,6 @@ namespace {
 
 constexpr float kMinNoise = -2.9f, kMaxNoise = 16.7f;  // -log(-log u) for u = 2^-24 .. 1 - 2^-24
 
-// The Gumbel noise of ids 4 quad .. 4 quad + 3 at position.
-__device__ void gumbel(uint64_t seed, uint64_t position, uint32_t quad, float (&noise)[kQuad]) {
-  uint32_t c[kQuad] = {quad, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
-                       0};
-  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; ++round, key0 += 0x9e3779b9u, key1 += 0xbb67ae85u) {
-    const uint64_t a = uint64_t{0xd2511f53u} * c[0], b = uint64_t{0xcd9e8d57u} * c[2];
-    c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ key0;
-    c[1] = static_cast<uint32_t>(b);
-    c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ key1;
-    c[3] = static_cast<uint32_t>(a);
-  }
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    const float u = (static_cast<float>(c[i] >> 9) + .5f) * 0x1p-23f;
-    noise[i] = -log_positive(-log_positive(u));
-  }
-}
-
 // One row and what its sequence asks for.
 struct Draw {
   const float* row;
@@ -113,24 +93,6 @@ struct Draw {
     return winner;
   }
 };
-
-// The rank of a row's largest logit, in all threads of the team.
-__device__ uint64_t row_best(const float* row, int W) {
-  uint64_t best = 0;
-  for_share(row, W, [&](int id, const float (&x)[kQuad]) {
-    for (int i = 0; i < kQuad; ++i) best = ::max(best, rank_of(x[i], id + i));
-  });
-  return team_max(best);
-}
-
-// This thread's part of a row's mass.
-__device__ uint64_t share_mass(const float* row, int W, float max) {
-  uint64_t mass = 0;
-  for_share(row, W, [&](int, const float (&x)[kQuad]) {
-    for (int i = 0; i < kQuad; ++i) mass += mass_of(x[i] - max);
-  });
-  return mass;
-}
 
 __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 1)
     sample_kernel(const __grid_constant__ SampleParams p) {

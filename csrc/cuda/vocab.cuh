@@ -1,5 +1,5 @@
-// What sample and top_logprobs share: a team of blocks that reads one row of logits, the order of
-// its ids, its sum of exponentials, and the choice of its best ids.
+// What sample, top_logprobs and draft_logits share: a team of blocks that reads one row of logits,
+// the order of its ids, its sum of exponentials, and the noise of its ids.
 //
 // A row belongs to a cluster of kTeam blocks, so that a few rows keep many SMs busy. Every number
 // that crosses threads or blocks is an integer under max or add, so no result depends on who read
@@ -74,11 +74,36 @@ __device__ inline uint64_t mass_of(float below) {
   return __float2ull_rn(exp_negative(below) * kMassUnits);
 }
 
+// log(sum of exp(x - max)) of a row of this mass.
+__device__ inline double log_of(uint64_t mass) {
+  return log(static_cast<double>(mass) / double(kMassUnits));
+}
+
 // x - logsumexp(row). NaN where the row holds a NaN, a +inf or nothing but -inf.
 __device__ inline float logprob_of(float x, float max, uint64_t mass) {
   if (!(fabsf(max) < INFINITY)) return NAN;
-  return static_cast<float>(double(x) - double(max) -
-                            log(static_cast<double>(mass) / double(kMassUnits)));
+  return static_cast<float>(double(x) - double(max) - log_of(mass));
+}
+
+// The Gumbel noise of ids 4 quad .. 4 quad + 3 at position.
+__device__ inline void gumbel(uint64_t seed, uint64_t position, uint32_t quad,
+                              float (&noise)[kQuad]) {
+  uint32_t c[kQuad] = {quad, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
+                       0};
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; ++round, key0 += 0x9e3779b9u, key1 += 0xbb67ae85u) {
+    const uint64_t a = uint64_t{0xd2511f53u} * c[0], b = uint64_t{0xcd9e8d57u} * c[2];
+    c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ key0;
+    c[1] = static_cast<uint32_t>(b);
+    c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ key1;
+    c[3] = static_cast<uint32_t>(a);
+  }
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    const float u = (static_cast<float>(c[i] >> 9) + .5f) * 0x1p-23f;
+    noise[i] = -log_positive(-log_positive(u));
+  }
 }
 
 inline __device__ auto team() { return cooperative_groups::this_cluster(); }
@@ -127,6 +152,24 @@ __device__ inline uint64_t team_max(uint64_t x) {
 }
 __device__ inline uint64_t team_sum(uint64_t x) {
   return team_reduce(x, [](uint64_t a, uint64_t b) { return a + b; });
+}
+
+// The rank of a row's largest logit, in all threads of the team.
+__device__ inline uint64_t row_best(const float* row, int W) {
+  uint64_t best = 0;
+  for_share(row, W, [&](int id, const float (&x)[kQuad]) {
+    for (int i = 0; i < kQuad; ++i) best = max(best, rank_of(x[i], id + i));
+  });
+  return team_max(best);
+}
+
+// This thread's part of a row's mass.
+__device__ inline uint64_t share_mass(const float* row, int W, float max) {
+  uint64_t mass = 0;
+  for_share(row, W, [&](int, const float (&x)[kQuad]) {
+    for (int i = 0; i < kQuad; ++i) mass += mass_of(x[i] - max);
+  });
+  return mass;
 }
 
 }  // namespace kdtree::cuda

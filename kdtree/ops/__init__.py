@@ -16,11 +16,12 @@ from kdtree.ops.attention import (
 )
 from kdtree.ops.dense import add_rms_norm, linear, rms_norm, swiglu
 from kdtree.ops.experts import int4_linear, int4_pack, moe_experts, moe_route
-from kdtree.ops.tree import sample, top_logprobs, tree_accept, tree_build
+from kdtree.ops.tree import draft_logits, sample, top_logprobs, tree_accept, tree_build
 
 __all__ = [
     "add_rms_norm",
     "block_attention",
+    "draft_logits",
     "int4_linear",
     "int4_pack",
     "kv_compact",

@@ -23,6 +23,33 @@ def _(logits, k):
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
+def draft_logits(
+    logits: Tensor,
+    position: Tensor,
+    seed: Tensor,
+    temperature: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+) -> Tensor:
+    """A drafter's logits, sharpened, and coupled to the noise that `sample` will draw with.
+
+    (a q + b t g) / (1 + c t), q the row's log-probabilities, t the temperature, g the noise of the
+    token drawn at position + 1 + j; where b t is 0 there is none
+    logits: [B, J, W] float32, contiguous, W <= 2^24
+    position: [B] int32, of the root; seed: [B] int64; temperature: [B] float32, >= 0
+    a, b, c: [J] float32, by depth
+    returns [B, J, W] float32, log-probabilities but for a constant a row; a row with a NaN, a +inf
+    or nothing but -inf is NaN
+    """
+    return ops.draft_logits.default(logits, position, seed, temperature, a, b, c)
+
+
+@register_fake("kdtree::draft_logits")
+def _(logits, position, seed, temperature, a, b, c):
+    return logits.new_empty(logits.shape)
+
+
 def tree_build(
     score: Tensor, candidate: Tensor, root: Tensor, budget: int, chain_seed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -2,24 +2,26 @@
 
 import logging
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kdtree import ops
 from kdtree.checks import whole
 from kdtree.drafters.base import Setup, grow, nodes_of
 from kdtree.drafters.dflash.cache import ContextCache
 from kdtree.drafters.dflash.config import Architecture, read
 from kdtree.drafters.dflash.model import Dflash
+from kdtree.drafters.edges import Bigram, Selector
+from kdtree.drafters.scores import Scorer, ScoresConfig
 from kdtree.errors import ConfigError
 from kdtree.models import Deepseek
 from kdtree.state import State
 from kdtree.tree import MAX_DEPTH, MAX_NODES, Path, TokenTree
 from kdtree.weights import Checkpoint, load
 
-CANDIDATES = 16  # of a depth
+CANDIDATES = 16  # of a depth, where the checkpoint does not say
 DIM = 0.1  # a mask token whose embedding is so much shorter than usual says nothing
 
 logger = logging.getLogger(__name__)
@@ -33,13 +35,17 @@ class DflashConfig:
     window: positions that full-attention layers see at most, None for all
     yarn_amplitude: "config" for the one that the checkpoint's mscale and mscale_all_dim give,
         "legacy" for 0.1 ln(factor) + 1 whatever they are
-    budget: nodes of a tree where the engine names none
+    budget: nodes of the largest tree that the engine may choose where it names none
+    scores: instead of the checkpoint's kdtree_scores of these names, see kdtree.drafters.scores
+    bigram: a safetensors file with a bigram table, which scores["bigram"] weighs
     """
 
     model: str | pathlib.Path | None = None
     window: int | None = None
     yarn_amplitude: str = "config"
-    budget: int = 7
+    budget: int = MAX_NODES - 1
+    scores: dict[str, Sequence[float]] | None = None
+    bigram: str | pathlib.Path | None = None
 
     def create(self, setup: Setup) -> "DflashDrafter":
         """Raises ConfigError, CheckpointError, CapacityError, ValueError and TypeError."""
@@ -76,7 +82,10 @@ class DflashConfig:
             layers = tuple(
                 replace(a, window=window) for a, window in zip(layers, windows, strict=True)
             )
-        return replace(found, rotary=replace(found.rotary, yarn=yarn), attention=layers)
+        scores = found.scores | dict(self.scores or {})
+        return replace(
+            found, rotary=replace(found.rotary, yarn=yarn), attention=layers, scores=scores
+        )
 
 
 class DflashDrafter:
@@ -93,8 +102,11 @@ class DflashDrafter:
         self.nodes = nodes_of(setup, config.budget, c.block - 1)
         where = {"device": setup.device, "dtype": setup.dtype}
         positions = setup.max_seq_len + 2 * (MAX_DEPTH + 1)
+        scores = ScoresConfig.from_hf(c.scores, c.block - 1)
+        bigram = config.bigram and Bigram.load(config.bigram, c.vocab, setup.device)
         checkpoint = Checkpoint(directory, prefix="model.")
         self.model = load(checkpoint, lambda w: Dflash(c, w, positions), **where)
+        self.scorer = self._scorer(scores, bigram)
         self.cache = ContextCache(c, setup.sequences, setup.max_seq_len, **where)
         self.sequence = torch.arange(setup.sequences, device=setup.device)
         self.target: Deepseek | None = None
@@ -123,7 +135,7 @@ class DflashDrafter:
 
     def propose(self, state: State) -> TokenTree:
         hidden, logits = self.draft(state)
-        score, candidate = self._scores(logits, hidden, state)
+        score, candidate = self.scorer(logits, hidden, state)
         return grow(state, score, candidate, self.nodes, self.setup)
 
     def commit(self, path: Path, taps: Tensor) -> None:
@@ -142,11 +154,14 @@ class DflashDrafter:
             return hidden, self.model.scaled(self.target.logits(hidden))
         return hidden, self.model.scaled(head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))
 
-    def _scores(self, logits: Tensor, hidden: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids [B, J, M] of the best candidates of each depth."""
-        k = min(CANDIDATES, self.setup.vocab)
-        score, candidate = ops.top_logprobs(logits.flatten(0, 1), k)
-        return score.unflatten(0, logits.shape[:2]), candidate.unflatten(0, logits.shape[:2])
+    def _scorer(self, scores: ScoresConfig, bigram: Bigram | None) -> Scorer:
+        found, selector = self.model.selector, None
+        if found is not None:
+            projection = found.hidden_projection.weight
+            selector = Selector(projection, found.predecessor_codebook, found.successor_codebook)
+        shape = self.model.c.selector
+        candidates = shape.candidates if shape else CANDIDATES
+        return Scorer(scores, candidates, self.setup.device, selector, bigram)
 
     def _length(self) -> Tensor:
         return self.cache.length.long()

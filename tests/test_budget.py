@@ -1,0 +1,268 @@
+"""The automatic budget: its choice, what it learns, and that no output depends on it."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from says import says
+from simulated import CPU, TABLES, Drafting, Skill, auto, fixed
+from test_engine import Case, engine_of, outcome
+from variants import variant
+
+from kdtree import Costs, Engine, NgramConfig, OracleConfig, SamplingParams
+from kdtree.budget import AutoBudget, Calibration, best_size
+from kdtree.costs import measure, sizes_up_to
+from kdtree.state import State
+from kdtree.tree import TokenTree
+
+SKILLS = {
+    "good": Skill(0.85),
+    "fair": Skill(0.6),
+    "poor": Skill(0.25, sibling=0.05),
+    "nil": Skill(0.02, sibling=0.01, below=0.01),
+}
+
+
+def running(sequences=1) -> State:
+    state = State(sequences, 64, CPU)
+    for b in range(sequences):
+        state.start(b, [1], SamplingParams(), [])
+    return state
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_chooses_what_trying_every_size_finds(table, sequences):
+    """Before anything is known the drafter is believed: tokens = 1 + the nodes' probabilities."""
+    costs, chosen = TABLES[table], set()
+    for spread, draft in itertools.product((0.1, 0.3, 0.6, 0.9, 0.99), (0.0, 0.2, 2.0)):
+        claims = (spread, *((1 - spread) * 0.5**i for i in range(1, 6)))
+        drafter = Drafting(Skill(0.5, claims=claims), 64, False, sequences)
+        budget = AutoBudget(drafter, Costs(costs, draft), CPU)
+        state = running(sequences)
+        full = Drafting(drafter.skill, 64, False, sequences).propose(state)
+        brought = {n: float(full.score[:, :n].exp().sum()) for n in costs}  # the root's is 1
+        rate = {n: brought[n] / (draft + costs[n]) for n in costs}
+        got = budget.propose(state).token.shape[1]
+        best = max(costs, key=rate.get)
+        assert got == (2 if best == 1 else best)  # the first round looks at one node at least
+        chosen.add(best)
+    assert chosen == {8} if table == "cliff" else len(chosen) > 1
+
+
+def test_looks_beyond_a_dip():
+    assert best_size([1, 1.2, 1.5, 5.0], [1, 2, 3, 4]) == 3
+    assert best_size([1, 2, 2, 2], [1, 2, 2, 2]) == 0
+
+
+def test_the_first_nodes_are_the_smaller_tree(rng):
+    for shape in ((3, 6, 5), (3, 6, 5, 5)):
+        score = torch.randn(shape, generator=rng) - 1
+        candidate = torch.randint(9, shape[:3], generator=rng)
+        root = torch.tensor([1, 2, 3])
+        largest = TokenTree.build(score, candidate, root, 63, False)
+        for size in sizes_up_to(64):
+            want, got = (
+                TokenTree.build(score, candidate, root, size - 1, False),
+                largest.first(size),
+            )
+            for name in ("token", "parent", "depth", "ancestors", "score"):
+                assert torch.equal(getattr(got, name), getattr(want, name))
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("skill", ["good", "fair", "nil"])
+def test_learns_how_often_drafts_come_true(skill, sequences):
+    """Expected tokens a round approach the true mean, and those by kind the true chances."""
+    skill = SKILLS[skill]
+    flat = {1: 1.0, 64: 1.0001}  # always the largest tree
+    run = auto(skill, flat, 0.0, sequences=sequences).run(600, skill)
+    before = run.tokens
+    calibration = run.drafter.calibration
+    expected = []
+    for _ in range(300):
+        expected.append(float(calibration.expected(run.drafter.drafter.propose(run.state))[-1]))
+        run.run(1, skill)
+    drawn = (run.tokens - before) / 300
+    assert sum(expected) / 300 == pytest.approx(drawn, rel=0.08)
+    factor = calibration._factor().exp().view(-1, 3)[0]
+    claim = torch.tensor(skill.claims)
+    assert float(factor[0] * claim[0]) == pytest.approx(skill.chance(1, 0, True), rel=0.3, abs=0.06)
+    claimed = float(factor[1] * claim[1:].sum())
+    assert claimed == pytest.approx(skill.chance(1, 1, True), rel=0.5, abs=0.05)
+
+
+def test_counts_by_depth_and_kind():
+    """One tree: 0 - 1 - 3, and 0 - 2 - 4. Spine 1, 3; beside it 2; below that 4."""
+    tree = TokenTree(
+        token=torch.tensor([[9, 1, 2, 3, 4, 0]]),
+        parent=torch.tensor([[-1, 0, 0, 1, 2, -2]], dtype=torch.int32),
+        depth=torch.tensor([[0, 1, 1, 2, 2, 0]], dtype=torch.int32),
+        ancestors=torch.tensor([[1, 3, 5, 11, 21, 0]]),
+        score=torch.tensor([[1, 0.5, 0.25, 0.2, 0.05, 0]]).log(),
+    )
+
+    class Walked:
+        node = torch.tensor([[0, 2, -1]], dtype=torch.int32)
+        length = torch.tensor([2], dtype=torch.int32)
+
+    calibration = Calibration([1, 2, 4, 6], CPU)
+    assert calibration.expected(tree).tolist() == pytest.approx([1, 1.5, 1.95, 2.0])
+    calibration.observe(Walked, 6)
+    claimed, accepted = calibration.count.view(2, -1, 3)
+    assert claimed[:2].flatten().tolist() == pytest.approx([0.5, 0.25, 0, 0, 0, 0.2])
+    assert accepted[:2].flatten().tolist() == [0, 1, 0, 0, 0, 0]
+    calibration.expected(tree)
+    calibration.observe(Walked, 3)  # node 4 was not verified: no more is known of it
+    assert calibration.count[0, 5] == pytest.approx(0.2 * (1 - 0.002))
+    count = calibration.count.clone()
+    calibration.expected(tree)
+    calibration.observe(Walked, 1)
+    calibration.observe(Walked, 6)  # a round without a draft
+    assert torch.equal(calibration.count, count)
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("skill", SKILLS)
+def test_hardly_slower_than_plain_decoding_or_a_chain(skill, table):
+    """At most 3 % behind the better of both, over five texts of about 128 tokens."""
+    skill, costs = SKILLS[skill], TABLES[table]
+    for share in (0.1, 0.4):
+        draft = share * costs[1]
+        run = auto(skill, costs, draft)
+        for _ in range(5):
+            run.drafter.start(0, 0, [1])
+            while run.tokens < 128 * (1 + _):
+                run.run(1, skill)
+        chain = fixed(skill, costs, draft, 8, chain=True).run(600, skill).speed
+        assert run.speed > 0.97 * max(1 / costs[1], chain)
+
+
+def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
+    costs, skill = TABLES["experts"], SKILLS["nil"]
+    run = auto(skill, costs, 0.1).run(400, skill)
+    assert run.drafter.drafter.drafts < 20 and run.sizes.count(1) > 380
+    assert sum(run.drafter.chosen.values()) == 400
+    again = len(run.sizes)
+    run.run(900, SKILLS["good"])  # the same text turns easy: found out by the next trials
+    assert run.sizes[-100:].count(1) == 0
+    run = auto(skill, costs, 0.1).run(400, skill)
+    run.drafter.start(0, 0, [1])
+    run.run(40, SKILLS["good"])  # a new text is tried at once
+    assert run.sizes[again] > 1 and run.sizes[-20:].count(1) == 0
+
+
+def test_a_new_text_shortens_the_pause():
+    run = auto(SKILLS["nil"], TABLES["cliff"], 0.4).run(600, SKILLS["nil"])
+    run.drafter.start(0, 0, [1])
+    run.run(8, SKILLS["nil"])  # found out again
+    drafts = run.drafter.drafter.drafts
+    run.run(34, SKILLS["nil"])
+    assert run.drafter.drafter.drafts > drafts
+
+
+def test_a_drafter_with_nothing_to_say_is_soon_asked_again():
+    """Padding costs a draft in nine rounds at most, and does not count as a draft that failed."""
+    skill = SKILLS["good"]
+    run = auto(skill, TABLES["cliff"], 0.4)
+    spoken, run.drafter.drafter.skill = skill.claims, Skill(0.85, claims=(0.0,) * 4)
+    run.run(90, skill)
+    assert run.drafter.drafter.drafts == 10 and set(run.sizes) == {1}
+    run.drafter.drafter.skill = Skill(0.85, claims=spoken)
+    run.run(40, skill)
+    assert run.sizes[-30:].count(1) == 0
+
+
+def test_no_sequence_running(device):
+    state = State(2, 64, CPU)
+    budget = AutoBudget(Drafting(Skill(0.5), 64, False, 2), Costs(TABLES["experts"], 0.1), CPU)
+    for _ in range(5):
+        tree = budget.propose(state)
+        assert (tree.parent == -2).all()
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("number", range(4))
+def test_outputs_do_not_depend_on_the_choice(number, table, device):
+    case = Case(number)
+    plain = engine_of(case.name, device, "float32")
+    want = plain.generate(case.prompts, case.params)
+    truth = [r.prompt_token_ids + r.token_ids for r in want]
+    costs = Costs(TABLES[table], 0.1)
+    drafters = case.drafters(truth)
+    for name in ("noisy", "wrong", "ngram", "scored"):
+        options = {"tree": case.rng.choice(["best-first", "chain"])}
+        options["chain_seed"] = case.rng.random() < 0.5
+        drafter = drafters[name]
+        engine = engine_of(
+            case.name, device, "float32", drafter, case.batch, budget=costs, **options
+        )
+        got = engine.generate(case.prompts, case.params)
+        assert outcome(got) == outcome(want), name
+        assert sum(engine.drafter.chosen.values()) > 0
+
+
+def test_measures_its_costs(device):
+    began = time.perf_counter()
+    drafter = NgramConfig(budget=40)
+    engine = engine_of("base", device, "float32", drafter, batch=2, budget="auto")
+    assert time.perf_counter() - began < 30  # 2 s, on a machine with nothing else to do
+    rounds = engine.drafter.costs.rounds
+    assert list(rounds) == [1, 2, 4, 8, 12, 16, 24, 32, 41]
+    assert all(0 < seconds < 1 for seconds in rounds.values())
+    assert engine.drafter.costs.draft is None
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    got = engine.generate([[1, 2, 3], [4, 5]], params)
+    want = engine_of("base", device, "float32").generate([[1, 2, 3], [4, 5]], params)
+    assert outcome(got) == outcome(want)
+
+
+def test_times_full_trees_after_one_context(device):
+    """What is timed is what the size says: no padding, and not further on with every round."""
+    engine, seen = engine_of("base", device, "float32", batch=2), {}
+
+    class Watched:
+        config, logits = engine.model.config, engine.model.logits
+
+        def __call__(self, step, cache, taps):
+            if step.token.shape[1] > 1:
+                seen.setdefault(step.context.tolist()[0], set()).add(step.token.shape[1])
+                assert (step.position >= 0).all() and step.token[0].tolist() != step.token[
+                    1
+                ].tolist()
+            return engine.model(step, cache, taps)
+
+    measure(Watched(), engine.cache, engine.state, Drafting(Skill(0.5), 64, False, 2))
+    assert list(seen.values()) == [set(sizes_up_to(64)) - {1}]
+    assert 0 not in seen
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 20])
+def test_measures_in_a_short_context(length, device):
+    engine = Engine(variant("base"), drafter="ngram", device=str(device), max_seq_len=length)
+    assert set(engine.drafter.costs.rounds) == {1, 2, 4, 8}
+    assert engine.cache.context.tolist() == [0]
+
+
+def test_nothing_to_choose(device):
+    assert not isinstance(engine_of("base", device, "float32").drafter, AutoBudget)
+    fixed = engine_of("base", device, "float32", "ngram", budget=7)
+    assert not isinstance(fixed.drafter, AutoBudget)
+    one = OracleConfig(((1,),), budget=0)
+    assert not isinstance(engine_of("base", device, "float32", one).drafter, AutoBudget)
+
+
+@pytest.mark.parametrize(
+    "rounds, draft, message",
+    [
+        ({2: 1.0}, None, ["rounds has the sizes [2], wants 1 among them"]),
+        ({1: 1.0, 65: 2.0}, None, ["rounds is 65, wants 1 to 64"]),
+        ({1: 0.0}, None, ["rounds[1] is 0.0, wants a finite number above 0"]),
+        ({1: 1.0, 8: float("nan")}, None, ["rounds[8] is nan"]),
+        ({1: 1.0}, -1.0, ["draft is -1.0, wants a finite number of at least 0"]),
+    ],
+)
+def test_refuses_costs_that_are_none(rounds, draft, message):
+    with says(ValueError, *message):
+        Costs(rounds, draft)
