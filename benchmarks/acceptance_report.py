@@ -1,0 +1,243 @@
+"""docs/acceptance.md and its plots, from the rows of acceptance.py. Measures nothing."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from kdtree.plan import Machine, formulas, make_plan, read  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+KIMI = ROOT / "tests" / "data" / "kimi-k2.6" / "config.json"
+DRAFTER_BYTES = 6.96e9  # of the published drafter for Kimi-K2.6, bfloat16
+CONTEXT, GPUS = 4096, 8
+NAMES = {"none": "plain", "ngram": "prompt look-up", "dflash": "DFlash"}
+LOG = ROOT / "kdtree" / "demo" / "drafter" / "train_log.json"
+WAYS = {  # of the log: what the candidates' scores are
+    "plain": "log-probabilities",
+    "sharpened": "sharpened, fitted at this T",
+    "coupled at T": "coupled, fitted at this T",
+    "law": "coupled, one fit for all T",
+    "law + selector": "... with the selector (as shipped)",
+    "law + bigram": "... with a bigram table",
+    "law + both": "... with both",
+}
+TREE = "DFlash, tree, 7"
+TEXT = (ROOT / "benchmarks" / "acceptance.md").read_text
+
+Rows = list[dict]
+
+
+def write(docs: Path, results: Path) -> None:
+    """Fills the sections of benchmarks/acceptance.md with what `results` holds."""
+    found = {}
+    for device in ("cuda", "cpu"):
+        path = results / f"acceptance_{device}.json"
+        if path.exists():
+            found[device] = json.loads(path.read_text())
+    rows = next(iter(found.values()))["rows"]
+    sections = {
+        "runs": lines(machine(each) for each in found.values()),
+        "acceptance": lines(acceptance(kind(rows, "acceptance"))),
+        "depth": lines(depth(kind(rows, "acceptance"))),
+        "edges": lines(edges(json.loads(LOG.read_text())["judged"])),
+        "without": lines(without(kind(rows, "acceptance"))),
+        "speed": lines(line for each in found.values() for line in speed(each)),
+        "experts": lines(experts(kind(rows, "experts"))),
+        "int4": lines(int4(rows)),
+        "projection": lines(projection(kind(rows, "acceptance"))),
+    }
+    plots(docs, rows)
+    text = TEXT()
+    for name, section in sections.items():
+        text = text.replace(f"<!-- {name} -->", section)
+    (docs / "acceptance.md").write_text(text)
+
+
+def kind(rows: Rows, name: str) -> Rows:
+    return [row for row in rows if row["kind"] == name]
+
+
+def lines(made: Iterable[str]) -> str:
+    return "\n".join(made)
+
+
+def table(names: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(names) + " |"
+    yield "|" + "---|" * len(names)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def machine(found: dict) -> str:
+    return (
+        f"- {found['card']}, torch {found['torch']}, {found['date'][:10]},"
+        f" commit {found['commit']}, clocks {found['clocks'] or 'not known'}"
+    )
+
+
+def label(row: dict) -> str:
+    name = NAMES.get(row["drafter"], row["drafter"].replace("dflash", "DFlash"))
+    if row["drafter"] == "none":
+        return name
+    tree = f"chain of {row['budget']}" if row["tree"] == "chain" else f"tree, {row['budget']}"
+    return f"{name}, {tree}"
+
+
+def categories(rows: Rows) -> list[tuple[str, float]]:
+    return list(dict.fromkeys((row["category"], row["temperature"]) for row in rows))
+
+
+def acceptance(rows: Rows) -> Iterator[str]:
+    """Tokens a round by drafter, a column a category and temperature."""
+    columns = sorted(categories(rows), key=lambda each: each[1])
+    by = {(label(r), (r["category"], r["temperature"])): r for r in rows if "," not in r["drafter"]}
+    names = list(dict.fromkeys(name for name, _ in by))
+    body = []
+    for name in names:
+        found = [by[name, column] for column in columns]
+        body.append([name, *(f"{r['acceptance_length']:.2f} ± {r['error']:.2f}" for r in found)])
+    plain, tree = ([by[name, column] for column in columns] for name in ("plain", TREE))
+    body.append(["distinct 4-grams", *(f"{row['distinct_4']:.3f}" for row in plain)])
+    body.append(["texts that loop", *(f"{row['looping']:.1%}" for row in plain)])
+    alone = [f"{v:.2f}" if (v := row["not_looping"]) is not None else "" for row in tree]
+    body.append([f"{TREE}, of those that do not", *alone])
+    yield from table(["", *(f"{category}, T={t:g}" for category, t in columns)], body)
+
+
+def depth(rows: Rows) -> Iterator[str]:
+    """Share of the rounds that accept a node of each depth, of those that offer one."""
+    mains = [r for r in rows if r["drafter"] == "dflash" and r["budget"] in (7, 63)]
+    deepest = max(len(row["offered"]) for row in mains)
+    body = []
+    for row in mains:
+        rates = [a / n if n else 0.0 for a, n in zip(row["accepted"], row["offered"], strict=True)]
+        cells = [f"{rate:.2f}" for rate in rates] + [""] * (deepest - len(rates))
+        body.append([f"{row['category']}, T={row['temperature']:g}", label(row), *cells])
+    yield from table(["", "", *(str(d + 1) for d in range(deepest))], body)
+
+
+def without(rows: Rows) -> Iterator[str]:
+    """Trees of 7 with one part taken away, or other edges."""
+    kept = [
+        row
+        for row in rows
+        if row["drafter"].startswith("dflash") and (row["tree"], row["budget"]) == ("best-first", 7)
+    ]
+    columns = sorted(categories(kept), key=lambda each: each[1])
+    by = {(r["drafter"], r["category"], r["temperature"]): r["acceptance_length"] for r in kept}
+    body = []
+    for name in dict.fromkeys(row["drafter"] for row in kept):
+        cells = [f"{v:.2f}" if (v := by.get((name, *c))) else "" for c in columns]
+        body.append([name.replace("dflash", "DFlash"), *cells])
+    yield from table(["tree of 7", *(f"{c}, T={t:g}" for c, t in columns)], body)
+
+
+def edges(judged: dict) -> Iterator[str]:
+    """The training's own figures, of each part alone and together."""
+    sizes = ("chain", "tree 7", "tree 15", "tree 31", "tree 63")
+    body = []
+    for name, figures in judged.items():
+        for way, told in WAYS.items():
+            if way in figures:
+                body.append([name, told, *(f"{figures[way][size]:.2f}" for size in sizes)])
+    yield from table(["", "", "chain of 7", *sizes[1:]], body)
+
+
+def speed(found: dict) -> Iterator[str]:
+    yield f"{found['card']}:\n"
+    body = []
+    for row in kind(found["rows"], "speed"):
+        phases = ", ".join(f"{name} {ms:.2f}" for name, ms in row["phases_ms"].items())
+        body.append(
+            [
+                f"{row['category']}, T={row['temperature']:g}",
+                label(row),
+                f"{row['acceptance_length']:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['speedup']:.2f}",
+                f"{row['ms_per_round']:.2f}",
+                phases,
+            ]
+        )
+    heads = ["", "", "tokens a round", "tokens/s", "speed-up", "ms a round", "of which"]
+    yield from table(heads, body)
+    yield ""
+
+
+def experts(rows: Rows) -> Iterator[str]:
+    by = {(row["category"], row["N"]): row for row in rows}
+    names = list(dict.fromkeys(row["category"] for row in rows))
+    body = []
+    for nodes in dict.fromkeys(row["N"] for row in rows):
+        uniform = by[names[0], nodes]["uniform"]
+        cells = [f"{(d := by[name, nodes]['distinct']):.1f} ({d / uniform:.2f})" for name in names]
+        body.append([str(nodes), f"{uniform:.1f}", *cells])
+    yield from table(["N", "uniform", *names], body)
+
+
+def int4(rows: Rows) -> Iterator[str]:
+    body, edges = [], [row["margin"] for row in kind(rows, "int4")]
+    for row, high in zip(kind(rows, "int4"), [*edges[1:], None], strict=True):
+        span = f"{row['margin']:g} to {high:g}" if high else f"over {row['margin']:g}"
+        share = row["flips"] / row["positions"] if row["positions"] else 0.0
+        body.append([span, str(row["positions"]), f"{share:.2%}"])
+    yield from table(["margin, nats", "positions", "greedy token changes"], body)
+    for row in kind(rows, "int4_acceptance"):
+        yield (
+            f"\nTokens a round of the tree of 7 at T = 0: {row['bfloat16']:.2f} before,"
+            f" {row['int4']:.2f} after."
+        )
+
+
+def projection(rows: Rows) -> Iterator[str]:
+    """Kimi-K2.6 on 8 H200: floors of `plan`, acceptance lengths of the demo pair."""
+    source, gpus = read(KIMI), Machine(GPUS, 141e9, 6e9)
+    kept = [r for r in rows if r["drafter"] == "dflash" and isinstance(r["budget"], int)]
+    kept = [r for r in kept if r["category"] in ("code", "prose")]
+    sizes = sorted({1, *(row["budget"] + 1 for row in kept)})
+    made = make_plan(source.config, source.tensors, gpus, context=CONTEXT, nodes=sizes)
+    ms = {step.nodes: step.total for step in made.steps}
+    draft = 1e3 * DRAFTER_BYTES / GPUS / formulas.BANDWIDTH
+    body = [["plain", "1", f"{ms[1]:.2f}", "", *[f"{1e3 / ms[1]:.0f} (1.00)"] * 2]]
+    for tree, budget in dict.fromkeys((row["tree"], row["budget"]) for row in kept):
+        of = [r for r in kept if (r["tree"], r["budget"]) == (tree, budget)]
+        whole = ms[budget + 1] + draft
+        cells = []
+        for t in (0, 1):
+            lengths = [row["acceptance_length"] for row in of if row["temperature"] == t]
+            rate = 1e3 * sum(lengths) / max(1, len(lengths)) / whole
+            cells.append(f"{rate:.0f} ({rate * ms[1] / 1e3:.2f})")
+        body.append(
+            [label(of[0]), str(budget + 1), f"{ms[budget + 1]:.2f}", f"{draft:.2f}", *cells]
+        )
+    heads = ["", "N", "verify, ms", "draft, ms", "tokens/s, T=0", "tokens/s, T=1"]
+    yield from table(heads, body)
+
+
+def plots(docs: Path, rows: Rows) -> None:
+    plt.rcParams["svg.hashsalt"] = "kdtree"
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    kept = [r for r in kind(rows, "acceptance") if r["drafter"] == "dflash"]
+    for t, axis in zip((0.0, 1.0), axes, strict=True):
+        for category in dict.fromkeys(row["category"] for row in kept):
+            of = [r for r in kept if (r["category"], r["temperature"]) == (category, t)]
+            trees = [r for r in of if r["tree"] != "chain" and isinstance(r["budget"], int)]
+            chain = [r for r in of if r["tree"] == "chain"]
+            x = [row["budget"] for row in trees]
+            y = [row["acceptance_length"] for row in trees]
+            error = [row["error"] for row in trees]
+            drawn = axis.errorbar(x, y, error, marker="o", markersize=3, label=category)
+            for row in chain:
+                axis.plot(row["budget"], row["acceptance_length"], "x", color=drawn[0].get_color())
+        axis.set(title=f"T = {t:g}", xlabel="draft nodes (x: a chain)", xscale="log")
+        axis.set_xticks([7, 15, 31, 63], ["7", "15", "31", "63"])
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("tokens a round")
+    axes[0].legend()
+    figure.savefig(docs / "acceptance.svg", metadata={"Date": None})
+    plt.close(figure)
