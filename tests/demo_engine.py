@@ -21,8 +21,14 @@ NOISY = OracleConfig((), 0.5, 3, 9, budget=20)  # a tree that is right half of t
 def engine_of(device, drafter="none", batch=1) -> Engine:
     """The demo model, loaded once for all tests: each leaves it as it was."""
     tree = "chain" if drafter == CHAIN else "best-first"
+    budget = "auto" if drafter == "none" else 7  # trees whatever they cost
     return Engine(
-        drafter=drafter, tree=tree, device=str(device), max_seq_len=CONTEXT, max_batch=batch
+        drafter=drafter,
+        tree=tree,
+        budget=budget,
+        device=str(device),
+        max_seq_len=CONTEXT,
+        max_batch=batch,
     )
 
 
@@ -31,7 +37,7 @@ def engine_of_kind(kind, device, truth=(), batch=1) -> Engine:
     if kind not in ("chain", "noisy"):
         return engine_of(device, kind, batch)
     engine = engine_of(device, CHAIN if kind == "chain" else NOISY, batch)
-    oracle = engine.drafter.drafter  # within the automatic budget
+    oracle = engine.drafter
     oracle.config = replace(oracle.config, truth=tuple(map(tuple, truth)))
     return engine
 

@@ -26,7 +26,7 @@ def text_of(name: str, text: str = "greedy") -> list[int]:
 
 def engine_of(name, device, dtype, watched, batch=1) -> Engine:
     engine = Engine(variant(name), drafter=watched, device=str(device), dtype=dtype,
-                    max_batch=batch, max_seq_len=100)  # fmt: skip
+                    budget=11, max_batch=batch, max_seq_len=100)  # fmt: skip
     cache = watched.made[0].drafter.cache
     for rows in (*cache._k, *cache._v):
         rows.fill_(float("nan"))  # what is read without having been written shows

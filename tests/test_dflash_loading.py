@@ -32,7 +32,7 @@ def change(directory, inner=None, **keys) -> None:
 
 def engine(drafter, model="dflash", **options) -> Engine:
     options = {"device": "cpu", "max_seq_len": 64} | options
-    return Engine(variant(model), drafter=DflashConfig(drafter), **options)
+    return Engine(variant(model), drafter=DflashConfig(drafter), **{"budget": 7} | options)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def test_greedy_tokens(name, dtype, device):
     assert len(tokens) == NEW and (got.argmax(1) == tokens).all()
     best = np.sort(want, axis=1)
     decided = best[:, -1] - best[:, -2] > 2.5 * own
-    assert decided.mean() >= {"float32": 1, "bfloat16": 0.2}[dtype], decided.mean()
+    # transformers' own error in bfloat16 differs from one CPU to another, and with it how many
+    assert decided.sum() >= {"float32": NEW, "bfloat16": 3}[dtype], decided.sum()
     assert (want.argmax(1) == tokens)[decided].all(), f"beyond a margin of {2.5 * own:.3g}"
 
 
