@@ -26,6 +26,7 @@ from kdtree.drafters import DflashConfig, DrafterConfig
 HERE = Path(__file__).parent
 TOKENS = 128  # decoded a prompt
 DEPTHS = 7  # of the demo drafter
+FEWER = 80  # prompts a category for a drafter with a part taken away
 WARM_UP = 16
 COLUMNS = (
     *("category", "temperature", "drafter", "tree", "budget", "tokens", "acceptance_length"),
@@ -67,11 +68,9 @@ def without(part: str, **scores: float) -> Run:
     return Run(f"dflash, without {part}", config, "best-first", 7)
 
 
-RUNS = [
-    Run("ngram", "ngram", "best-first", 7),
-    CHAIN,
-    *TREES,
-    AUTO,
+RUNS = [Run("ngram", "ngram", "best-first", 7), CHAIN, *TREES, AUTO]
+PARTS = [
+    Run("dflash, as shipped", DflashConfig(), "best-first", 7),
     without("coupling", b=0),
     without("edges", selector=0),
     without("coupling and edges", b=0, selector=0),
@@ -82,12 +81,13 @@ RUNS = [
 def acceptance(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
     """Many sequences at a time: tokens and rounds are those of one, times are not."""
     plain = {}
-    for run in [PLAIN, *RUNS]:
+    for run in [PLAIN, *RUNS, *PARTS]:
         engine = run.engine(arguments, arguments.sequences)
         for category, texts in prompts.items():
+            texts = texts[:FEWER] if run in PARTS else texts
             for t in arguments.temperature:
                 results = engine.generate(texts, params(len(texts), t))
-                reference = plain.setdefault((category, t), results)
+                reference = plain.setdefault((category, t), results)[: len(texts)]
                 yield {"kind": "acceptance"} | facts(run, category, t) | figures(results, reference)
 
 
@@ -107,6 +107,12 @@ def speed(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
             for run, measured in results.items():
                 row = {"kind": "speed"} | facts(run, category, t) | figures(measured, plain)
                 yield row | times(measured, plain)
+
+
+def prompts_of(count: int) -> dict[str, list[str]]:
+    """The first prompts of each category."""
+    read = json.loads((HERE / "prompts.json").read_text())
+    return {category: texts[:count] for category, texts in read.items()}
 
 
 def params(count: int, temperature: float) -> list[SamplingParams]:
@@ -193,8 +199,7 @@ def main() -> None:
 
 
 def measure(arguments) -> None:
-    prompts = json.loads((HERE / "prompts.json").read_text())
-    prompts = {category: texts[: arguments.prompts] for category, texts in prompts.items()}
+    prompts = prompts_of(arguments.prompts)
     parts: dict[str, Callable[[], Iterator[dict]]] = {
         "acceptance": lambda: acceptance(arguments, prompts),
         "speed": lambda: speed(arguments, prompts),

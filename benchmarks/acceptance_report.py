@@ -4,12 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-from kdtree.plan import Machine, formulas, make_plan, read  # noqa: E402
+from kdtree.plan import Machine, formulas, make_plan, read
 
 ROOT = Path(__file__).parents[1]
 KIMI = ROOT / "tests" / "data" / "kimi-k2.6" / "config.json"
@@ -39,7 +34,7 @@ def write(docs: Path, results: Path) -> None:
         path = results / f"acceptance_{device}.json"
         if path.exists():
             found[device] = json.loads(path.read_text())
-    rows = next(iter(found.values()))["rows"]
+    rows = one_of_each(each["rows"] for each in found.values())
     sections = {
         "runs": lines(machine(each) for each in found.values()),
         "acceptance": lines(acceptance(kind(rows, "acceptance"))),
@@ -56,6 +51,15 @@ def write(docs: Path, results: Path) -> None:
     for name, section in sections.items():
         text = text.replace(f"<!-- {name} -->", section)
     (docs / "acceptance.md").write_text(text)
+
+
+def one_of_each(files: Iterable[Rows]) -> Rows:
+    """Of each kind the rows of the first file that has it."""
+    kept: dict[str, Rows] = {}
+    for rows in files:
+        for name in dict.fromkeys(row["kind"] for row in rows):
+            kept.setdefault(name, kind(rows, name))
+    return [row for rows in kept.values() for row in rows]
 
 
 def kind(rows: Rows, name: str) -> Rows:
@@ -123,11 +127,7 @@ def depth(rows: Rows) -> Iterator[str]:
 
 def without(rows: Rows) -> Iterator[str]:
     """Trees of 7 with one part taken away, or other edges."""
-    kept = [
-        row
-        for row in rows
-        if row["drafter"].startswith("dflash") and (row["tree"], row["budget"]) == ("best-first", 7)
-    ]
+    kept = [row for row in rows if row["drafter"].startswith("dflash,")]
     columns = sorted(categories(kept), key=lambda each: each[1])
     by = {(r["drafter"], r["category"], r["temperature"]): r["acceptance_length"] for r in kept}
     body = []
@@ -220,6 +220,11 @@ def projection(rows: Rows) -> Iterator[str]:
 
 
 def plots(docs: Path, rows: Rows) -> None:
+    import matplotlib  # only to report: where one measures it may be missing
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
     plt.rcParams["svg.hashsalt"] = "kdtree"
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     kept = [r for r in kind(rows, "acceptance") if r["drafter"] == "dflash"]
