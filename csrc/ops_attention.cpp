@@ -185,6 +185,7 @@ Tensor block_attention(const Tensor q, const Tensor k, const Tensor v, const Ten
           " heads, wants a multiple of the cache's ", kv_heads);
   require(S > 0, "cache_k has no rows, wants one or more a sequence");
   require(width <= kMaxHead, "q has width ", width, ", wants at most ", kMaxHead);
+  require(scale > 0, "scale is ", scale, ", wants a number above 0");
   require(window >= 0 && window <= S + 1, "window is ", window, ", wants 0 to ", S + 1,
           ", one more than the cache's rows");
   auto out = empty(q, {B, N, H, width}, dtype);

@@ -69,6 +69,8 @@ class Bigram:
                 f"a bigram table of {vocab} tokens takes {2 * vocab**2 / 2**30:.1f} GiB,"
                 f" at most {LARGEST_TABLE} tokens are supported"
             )
+        if not isinstance(path, str | Path):
+            raise TypeError(f"bigram is {path!r}, wants a safetensors file")
         try:
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
@@ -82,8 +84,10 @@ class Bigram:
                 logprob = file.get_tensor("logprob")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is no bigram table: {error}") from None
-        if not logprob.is_floating_point():
-            raise CheckpointError(f"{path}: logprob has dtype {logprob.dtype}, wants a float's")
+        if logprob.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise CheckpointError(
+                f"{path}: logprob has dtype {logprob.dtype}, wants float32, float16 or bfloat16"
+            )
         if not logprob.isfinite().all():
             raise CheckpointError(f"{path}: logprob is not finite")
         return Bigram(logprob.to(device))

@@ -55,6 +55,11 @@ class ScoresConfig:
             else (default,) * depth
             for name, default in untouched.items()
         }
+        for name, least in (("a", 0.0), ("c", 0.0)):
+            if min(values[name]) < least:
+                raise ConfigError(
+                    f"kdtree_scores.{name} holds {min(values[name])}, wants 0 or more"
+                )
         return ScoresConfig(**values)
 
 

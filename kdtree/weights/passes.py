@@ -71,11 +71,17 @@ class Checking:
         """The problems, those included that show only when all was asked for."""
         unused = sorted(set(self.checkpoint.shapes) - self.asked)
         self.problems += [f"{name} is not used by the model" for name in unused]
-        names = [name for name in self.contents if self.checkpoint.shapes.get(name) == (2,)]
+        names = [name for name in self.contents if self._is_shape(name)]
         for name, found in self.checkpoint.tensors(names).items():
             if found.tolist() != self.contents[name]:
                 self.problems.append(f"{name} is {found.tolist()}, wants {self.contents[name]}")
         return self.problems
+
+    def _is_shape(self, name: str) -> bool:
+        """Whether a tensor that says a shape can be read; where it cannot, that was told."""
+        integers = (torch.int32, torch.int64)
+        c = self.checkpoint
+        return c.shapes.get(name) == (2,) and c.dtypes[name] in integers
 
     def _expect(self, name: str, wanted: Stored) -> None:
         self.asked.add(name)

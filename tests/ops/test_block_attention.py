@@ -173,6 +173,7 @@ def test_rejects_bad_arguments(device, rng):
     rejects("length has dtype Long, wants Int", length=good["length"].long())
     rejects("q has 3 heads, wants a multiple of the cache's 2", q=q[:, :, :3].contiguous())
     rejects("window is 18, wants 0 to 17", window=18)
+    rejects("scale is 0, wants a number above 0", scale=0.0)
     rejects("window is -1, wants 0 to 17", window=-1)
     doubles = {name: x.double() for name, x in good.items() if name in ("q", "k", "v")}
     doubles |= {name: good[name].double() for name in ("cache_k", "cache_v")}

@@ -13,6 +13,8 @@ from kdtree.tree import MAX_DEPTH
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 MOST_LAYERS = 64
+MOST_HEAD = 256  # that ops.block_attention takes
+DEFAULT_BLOCK = 16  # where a checkpoint names none
 # Keys that change nothing here; layer_types says which layers have a window.
 _IGNORED = IGNORED | {"max_window_layers", "use_sliding_window", "eos_token_id"}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -105,10 +107,10 @@ def _architecture(keys: Keys, inner: Keys) -> Architecture:
     hidden, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
     kv_heads = keys.whole("num_key_value_heads", heads)
     head = keys.whole("head_dim", hidden // heads)
-    if heads % kv_heads or head % 2:
+    if heads % kv_heads or head % 2 or head > MOST_HEAD:
         raise ConfigError(
             f"num_attention_heads is {heads}, num_key_value_heads {kv_heads} and head_dim {head},"
-            " wants a multiple of the second and an even number"
+            f" wants a multiple of the second and an even number of at most {MOST_HEAD}"
         )
     rotary = read_rope(keys, interleaved=False)
     keys.whole("max_position_embeddings", None)  # the rotary table is as long as the engine's
@@ -122,14 +124,14 @@ def _architecture(keys: Keys, inner: Keys) -> Architecture:
         norm_eps=keys.real("rms_norm_eps"),
         rotary=rotary,
         attention=_attention(keys),
-        block=_whole(keys, inner, "block_size", 2, MAX_DEPTH + 1),
-        mask=_whole(keys, inner, "mask_token_id", 0),
+        block=_whole(keys, inner, "block_size", DEFAULT_BLOCK, least=2, most=MAX_DEPTH + 1),
+        mask=_whole(keys, inner, "mask_token_id", least=0),
         taps=_taps(keys, inner),
         embed_scale=_factor(keys, inner, "input_embedding_scale", 1.0),
         logit_scale=_factor(keys, inner, "output_multiplier", 1.0),
         logit_cap=_factor(keys, inner, "final_logit_softcapping", 0.0, least=-1e-30),
-        convolution=_convolution(inner, hidden),
-        selector=_selector(inner),
+        convolution=_convolution(keys, inner, hidden),
+        selector=_selector(keys, inner),
         scores=keys.mapping("kdtree_scores"),
     )
 
@@ -138,7 +140,8 @@ def _attention(keys: Keys) -> tuple[Attention, ...]:
     """Layers with a window are causal within the block where is_causal does not say otherwise."""
     layers = keys.whole("num_hidden_layers", most=MOST_LAYERS)
     kinds = keys.take("layer_types", [FULL] * layers)
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != layers:
         raise ConfigError(
             f"layer_types is {kinds!r}, wants {layers} entries, supported: {FULL}, {SLIDING}"
         )
@@ -155,8 +158,12 @@ def _either(keys: Keys, inner: Keys, name: str) -> object | None:
     return agreed({name: keys.take(name, None), f"dflash_config.{name}": inner.take(name, None)})
 
 
-def _whole(keys: Keys, inner: Keys, name: str, least: int, most: int = LARGEST) -> int:
-    return Keys({name: _either(keys, inner, name)}).whole(name, least=least, most=most)
+def _whole(
+    keys: Keys, inner: Keys, name: str, *default: int | None, least: int = 1, most: int = LARGEST
+) -> int:
+    found = _either(keys, inner, name)
+    given = {} if found is None and default else {name: found}
+    return Keys(given).whole(name, *default, least=least, most=most)
 
 
 def _factor(keys: Keys, inner: Keys, name: str, default: float, least: float = 0.0) -> float:
@@ -172,19 +179,21 @@ def _taps(keys: Keys, inner: Keys) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _convolution(inner: Keys, hidden: int) -> Convolution | None:
-    taps = inner.whole("conv_kernel_size", None, most=MAX_DEPTH + 1)
+def _convolution(keys: Keys, inner: Keys, hidden: int) -> Convolution | None:
+    taps = _whole(keys, inner, "conv_kernel_size", None, most=MAX_DEPTH + 1)
     if taps is None:
         return None
-    group = inner.whole("conv_group_size")
+    group = _whole(keys, inner, "conv_group_size")
     if hidden % group:
         raise ConfigError(f"conv_group_size is {group}, wants a divisor of hidden_size = {hidden}")
     return Convolution(taps, group)
 
 
-def _selector(inner: Keys) -> Selector | None:
-    rank = inner.whole("selector_rank", None)
-    return None if rank is None else Selector(rank, inner.whole("selector_top_k", most=64))
+def _selector(keys: Keys, inner: Keys) -> Selector | None:
+    rank = _whole(keys, inner, "selector_rank", None)
+    if rank is None:
+        return None
+    return Selector(rank, _whole(keys, inner, "selector_top_k", most=64))
 
 
 def _check(found: Architecture, target: ModelConfig) -> None:

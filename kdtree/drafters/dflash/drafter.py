@@ -82,10 +82,16 @@ class DflashConfig:
             layers = tuple(
                 replace(a, window=window) for a, window in zip(layers, windows, strict=True)
             )
-        scores = found.scores | dict(self.scores or {})
+        if not isinstance(self.scores, dict | None) or not all(map(_is_name, self.scores or {})):
+            raise TypeError(f"scores is {self.scores!r:.80}, wants lists by name")
+        scores = found.scores | (self.scores or {})
         return replace(
             found, rotary=replace(found.rotary, yarn=yarn), attention=layers, scores=scores
         )
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str)
 
 
 class DflashDrafter:
@@ -103,7 +109,7 @@ class DflashDrafter:
         where = {"device": setup.device, "dtype": setup.dtype}
         positions = setup.max_seq_len + 2 * (MAX_DEPTH + 1)
         scores = ScoresConfig.from_hf(c.scores, c.block - 1)
-        bigram = config.bigram and Bigram.load(config.bigram, c.vocab, setup.device)
+        bigram = self._bigram(config.bigram, scores)
         checkpoint = Checkpoint(directory, prefix="model.")
         self.model = load(checkpoint, lambda w: Dflash(c, w, positions), **where)
         self.scorer = self._scorer(scores, bigram)
@@ -162,6 +168,15 @@ class DflashDrafter:
         shape = self.model.c.selector
         candidates = shape.candidates if shape else CANDIDATES
         return Scorer(scores, candidates, self.setup.device, selector, bigram)
+
+    def _bigram(self, path: str | pathlib.Path | None, scores: ScoresConfig) -> Bigram | None:
+        weighed = any(scores.bigram)
+        if weighed != (path is not None):
+            raise ConfigError(
+                f"bigram is {path!r} and the scores weigh it by {scores.bigram}: wants a table and"
+                ' a weight that is not 0, DflashConfig(bigram=..., scores={"bigram": [...]})'
+            )
+        return Bigram.load(path, self.setup.vocab, self.setup.device) if weighed else None
 
     def _length(self) -> Tensor:
         return self.cache.length.long()

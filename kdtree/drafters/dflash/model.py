@@ -89,8 +89,11 @@ class PathSelector(nn.Module):
         super().__init__()
         rank = c.selector.rank
         self.hidden_projection = Linear(w.take_matrix("hidden_projection.weight", rank, c.hidden))
-        self.predecessor_codebook = frozen(w.take("predecessor_codebook", c.vocab, rank))
-        self.successor_codebook = frozen(w.take("successor_codebook", c.vocab, rank))
+        books = ("predecessor_codebook", "successor_codebook")
+        names = [f"{name}.weight" if w.has(f"{name}.weight") else name for name in books]
+        self.predecessor_codebook, self.successor_codebook = (
+            frozen(w.take(name, c.vocab, rank)) for name in names
+        )
 
 
 class Dflash(nn.Module):
