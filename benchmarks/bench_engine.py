@@ -4,7 +4,7 @@ An oracle drafts the true tokens with the given probability: an upper bound for 
 often right, not a drafter. A row of kind "decode" is one drafter's figures over all prompts, with
 the speed-up over plain decoding beside its acceptance length. A row of kind "forward" is the time
 of a forward of N nodes, and over that of one; its drafts are wrong, so that there are many rounds.
-benchmarks/readme_table.py puts both into README.md.
+benchmarks/tables.py puts both kinds into README.md.
 """
 
 from pathlib import Path
