@@ -47,7 +47,7 @@ def test_demo_shows_both_texts_the_tree_and_the_gain(engine, capsys):
     assert out.count("[os]") == 2 and "\x1b" not in out
     assert "The 20 tokens are identical." in out
     assert "tokens by one forward: 4." in out
-    assert "dflash drafter is a small model" in out and "UPPER BOUND" not in out
+    assert "dflash drafter is a small trained model" in out and "UPPER BOUND" not in out
     assert "i -0.25 ✓" in out and "X -3.50\n" in out and "the target's own" in out
     assert "Speed-up 4.00 at acceptance length 4.00 = 4.00 by fewer forwards" in out
 
