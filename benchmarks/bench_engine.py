@@ -1,9 +1,10 @@
-"""The demo model's decoding: plain, by prompt look-up, and by oracles of given accuracy.
+"""The demo model's decoding: plain, by prompt look-up, by its trained drafter, by oracles.
 
 An oracle drafts the true tokens with the given probability: an upper bound for a drafter that is as
 often right, not a drafter. A row of kind "decode" is one drafter's figures over all prompts, with
 the speed-up over plain decoding beside its acceptance length. A row of kind "forward" is the time
 of a forward of N nodes, and over that of one; its drafts are wrong, so that there are many rounds.
+benchmarks/tables.py puts both kinds into README.md.
 """
 
 from pathlib import Path
@@ -21,12 +22,12 @@ COLUMNS = (
 RUNS: list[tuple[str, str, int | str]] = [  # drafter, tree, budget
     ("none", "chain", "auto"),
     ("ngram", "chain", 7),
-    ("ngram", "best-first", 7),
-    ("oracle:0.6", "chain", 7),
-    ("oracle:0.6", "best-first", 7),
-    ("oracle:0.8", "chain", 7),
+    ("dflash", "chain", 7),
+    ("dflash", "best-first", 7),
+    ("dflash", "best-first", 15),
+    ("dflash", "best-first", 31),
+    ("dflash", "best-first", "auto"),
     ("oracle:0.8", "best-first", 7),
-    ("oracle:0.8", "best-first", 15),
     ("oracle:1", "chain", 7),
 ]
 

@@ -42,7 +42,7 @@ from tokenizers import Tokenizer
 
 AFTER = 35  # seconds kept for judging and saving
 WAYS = ("grouped/flash", "bucket/flash", "dense/flash", "grouped/cudnn")  # experts/attention
-TOLD = "seed batch length muon_lr adam_lr decay balance cool quantised long loop_rows".split()
+TOLD = "seed batch length muon_lr adam_lr decay balance cool quantized long loop_rows".split()
 
 
 def main(words: Sequence[str] | None = None) -> None:

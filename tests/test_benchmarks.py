@@ -19,6 +19,7 @@ import bench_ops  # noqa: E402
 import cases  # noqa: E402
 import eager  # noqa: E402
 import harness  # noqa: E402
+import tables  # noqa: E402
 
 CPU = torch.device("cpu")
 PEAKS = machine.Peaks(bandwidth=4e12, peak=8e14)
@@ -116,9 +117,36 @@ def test_engine_rows(monkeypatch, tmp_path, capsys):
     bench_engine.main()
     rows = json.loads((tmp_path / "engine_cpu.json").read_text())["rows"]
     decode = [row for row in rows if row["kind"] == "decode"]
-    assert [row["drafter"] for row in decode] == [run[0] for run in bench_engine.RUNS]
+    assert [(r["drafter"], r["tree"], r["budget"]) for r in decode] == bench_engine.RUNS
     assert decode[0]["speedup"] == 1 and decode[1]["acceptance_length"] == 3
     forward = [row for row in rows if row["kind"] == "forward"]
     assert [row["N"] for row in forward] == [1, 2, 4, 8, 16, 32, 64]
     assert forward[0]["over_one"] == 1 and forward[1]["over_one"] == 3
     assert "acceptance_length" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document, name", tables.BLOCKS)
+def test_documents_have_the_results(document, name):
+    text = (tables.ROOT / document).read_text()
+    assert tables.replaced(text, name, tables.BLOCKS[document, name]()) == text
+
+
+def test_tables_of_the_engine():
+    """A case that one of the files lacks, or one that is no longer run."""
+    row = {"kind": "decode", "drafter": "dflash", "tree": "best-first", "budget": 7}
+    row |= {"temperature": 0.7, "acceptance_length": 2.5, "tokens_per_s": 99.6, "speedup": 1.5}
+    forward = {"kind": "forward", "N": 8, "ms": 1.26}
+    rows = {"CPU": [row, row | {"budget": 9}, forward], "H200": []}
+    lines = tables.decode_table(rows).splitlines()
+    assert len(lines) == 2 + len(bench_engine.RUNS)
+    assert "| 0.7 | dflash, tree of 7 | 2.50 | 100 | 1.50 | – | – | – |" in lines
+    assert "| 0.7 | AR | – | – | – | – | – | – |" in lines
+    assert tables.forward_table(rows).splitlines()[2:] == ["| CPU | 1.3 |", "| H200 | – |"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "<!-- a: end -->\n<!-- a: made by benchmarks/tables.py -->\n"]
+)
+def test_a_document_without_its_marks(text):
+    with pytest.raises(ValueError, match="the document wants one line"):
+        tables.replaced(text, "a", "")

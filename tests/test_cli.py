@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 from fake_engine import TEXT, Bytes, FakeEngine
 
-from kdtree import ConfigError, Engine, NumericsError, cli
+from kdtree import ConfigError, DflashConfig, Engine, NumericsError, cli
 from kdtree.cli import demo, draw, options
 
 
@@ -36,7 +36,8 @@ def test_demo_json_is_one_object(engine, capsys):
     tree = {"forwards": 3, "seconds": 3, "tokens": 12, "text": text, "acceptance_length": 4.0}
     tree |= {"histogram": [0, 0, 0, 0, 3], "acceptance_by_depth": [1, 1, 1]}
     assert facts["ddtree"] == tree
-    assert (facts["drafter"], facts["upper_bound"]) == (demo.DRAFTER, False)
+    assert (facts["drafter"], facts["upper_bound"]) == ("dflash", False)
+    assert engine.made[1].drafter == "dflash" and engine.made[1].options["budget"] == demo.BUDGET
     assert facts["speedup"] == facts["fewer_forwards"] * facts["forward_time_ratio"] == 4
 
 
@@ -46,7 +47,7 @@ def test_demo_shows_both_texts_the_tree_and_the_gain(engine, capsys):
     assert out.count("[os]") == 2 and "\x1b" not in out
     assert "The 20 tokens are identical." in out
     assert "tokens by one forward: 4." in out
-    assert "not trained" in out and "UPPER BOUND" not in out
+    assert "dflash drafter is a small trained model" in out and "UPPER BOUND" not in out
     assert "i -0.25 ✓" in out and "X -3.50\n" in out and "the target's own" in out
     assert "Speed-up 4.00 at acceptance length 4.00 = 4.00 by fewer forwards" in out
 
@@ -55,7 +56,7 @@ def test_demo_passes_its_options_on(engine, capsys):
     flags = "--temperature 0.5 --seed 3 --budget 9 --tree chain --device cpu --model x --json"
     code, *_ = run(capsys, "demo", *flags.split())
     first, second = engine.made
-    assert code == 0 and (first.drafter, second.drafter) == ("none", demo.DRAFTER)
+    assert code == 0 and (first.drafter, second.drafter) == ("none", "ngram")
     assert second.options == {"model": "x", "budget": 9, "tree": "chain", "device": "cpu"}
     params = second.calls[-1][1]
     assert (params.temperature, params.seed, params.max_tokens) == (0.5, 3, 128)
@@ -64,7 +65,7 @@ def test_demo_passes_its_options_on(engine, capsys):
 def test_demo_labels_the_oracle(engine, capsys):
     code, out, _ = run(capsys, "demo", "--drafter", "oracle:0.5", "--prompt", "p")
     oracle = engine.made[1].drafter
-    assert code == 0 and "UPPER BOUND" in out
+    assert code == 0 and "UPPER BOUND" in out and "dflash" not in out
     assert oracle.accuracy == 0.5 and bytes(oracle.truth[0]).decode() == "p" + TEXT
 
 
@@ -89,6 +90,42 @@ def test_demo_of_an_empty_text(engine, capsys, monkeypatch):
 def test_demo_says_where_a_text_repeats(engine, capsys, monkeypatch):
     monkeypatch.setattr(engine, "text", "again " * 9)
     assert "The text repeats itself" in run(capsys, "demo")[1]
+
+
+@pytest.mark.parametrize("command", ["demo", "generate p", "bench"])
+def test_a_given_drafter_is_dflash_s(engine, capsys, monkeypatch, tmp_path, command):
+    monkeypatch.setattr(cli.bench.machine, "peaks", lambda device: cli.bench.machine.Peaks(1, 1))
+    flags = ["--drafter-model", str(tmp_path), "--budget", "auto"]
+    code, _, err = run(capsys, *command.split(), *flags)
+    assert code == 0 and engine.made[-1].drafter == DflashConfig(model=tmp_path)
+    assert engine.made[-1].options["budget"] == "auto"
+    code, out, err = run(capsys, *command.split(), *flags, "--drafter", "ngram")
+    assert (code, out) == (2, "") and "one of dflash, but the drafter is" in err
+    missing = ["--drafter-model", str(tmp_path / "x")]
+    made = len(engine.made)
+    code, out, err = run(capsys, *command.split(), *missing)
+    assert (code, out) == (2, "") and "x is not a directory" in err and len(engine.made) == made
+
+
+def test_a_model_without_a_drafter(engine, capsys, tmp_path):
+    """Is drafted for by look-up; dflash is refused before anything runs."""
+    flags = "demo", "--model", str(tmp_path)
+    assert run(capsys, *flags)[0] == 0 and engine.made[-1].drafter == "ngram"
+    made = len(engine.made)
+    code, out, err = run(capsys, *flags, "--drafter", "dflash")
+    assert (code, out) == (2, "") and "dflash wants a drafter" in err and len(engine.made) == made
+    (tmp_path / "drafter").mkdir()
+    assert run(capsys, *flags)[0] == 0 and engine.made[-1].drafter == "dflash"
+
+
+def test_plain_decoding_beside_itself(engine, capsys):
+    code, *_ = run(capsys, "demo", "--drafter", "none")
+    assert code == 0 and engine.made[1].options["budget"] == "auto"
+
+
+def test_generate_has_no_oracle(engine, capsys):
+    code, out, err = run(capsys, "generate", "p", "--drafter", "oracle")
+    assert (code, out) == (2, "") and "only demo and bench know" in err and not engine.made
 
 
 def test_generate_writes_the_text_and_nothing_else(engine, capsys):
@@ -205,6 +242,14 @@ def test_bench_rows(engine, capsys, tmp_path, monkeypatch):
     assert "UPPER BOUND" in out and "3.00" in out
 
 
+def test_bench_s_own_drafters(engine, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli.bench.machine, "peaks", lambda device: cli.bench.machine.Peaks(1, 1))
+    assert run(capsys, "bench")[0] == 0
+    assert [made.drafter for made in engine.made] == ["none", "ngram", "dflash"]
+    assert run(capsys, "bench", "--model", str(tmp_path))[0] == 0
+    assert [made.drafter for made in engine.made[3:]] == ["none", "ngram"]
+
+
 def test_bench_wants_a_file_that_can_be_written(engine, capsys, tmp_path):
     code, _, err = run(capsys, "bench", "--json", str(tmp_path / "none/b.json"))
     assert code == 2 and "b.json" in err and not engine.made
@@ -217,11 +262,13 @@ def test_tokens_are_shown_on_one_line():
 
 
 @pytest.mark.skipif(not (files("kdtree") / "demo/config.json").is_file(), reason="no demo model")
-def test_demo_model_is_lossless(capsys):
-    flags = "--json --max-tokens 24 --temperature 0.7 --device cpu --budget 7".split()
-    code, out, _ = run(capsys, "demo", *flags)
+@pytest.mark.parametrize("drafter", ["dflash", "oracle:0.8"])
+def test_demo_model_is_lossless(capsys, drafter):
+    flags = "--json --max-tokens 24 --temperature 0.7 --device cpu --drafter".split()
+    code, out, _ = run(capsys, "demo", *flags, drafter)
     facts = json.loads(out)
     assert code == 0 and facts["identical"] and facts["ddtree"]["tokens"] == 24
+    assert facts["ddtree"]["acceptance_length"] > 1.5  # and 1 for a drafter that is wrong
 
 
 def test_the_fake_takes_what_the_engine_takes():

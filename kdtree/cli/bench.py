@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="NAME",
-        help="repeatable; default ngram; oracle[:ACCURACY] is an upper bound",
+        help="repeatable; default ngram, and dflash where there is one; oracle[:ACCURACY]",
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable")
     parser.add_argument("--max-tokens", type=options.whole, default=128, metavar="N")
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         ignore_eos=True,
     )
-    drafters = ["none", *(arguments.drafter or ["ngram"])]
+    drafters = ["none", *(arguments.drafter or ["ngram", *options.trained(arguments)])]
     options.check(arguments, drafters)
     rows, reference = [], None
     with draw.progress(len(drafters) + 1) as bar:
@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
                 engine = options.plain(arguments, bar.load)
             else:
                 truth = [r.prompt_token_ids + r.token_ids for r in reference]
-                engine = options.engine(arguments, options.drafter(name, truth), bar.load)
+                drafter = options.drafter(name, truth, arguments.drafter_model)
+                engine = options.engine(arguments, drafter, bar.load)
             results = decode(engine, prompts, params, arguments.repeat)
             reference = reference or results
             facts = {"drafter": name, "tree": None, "budget": None}

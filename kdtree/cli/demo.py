@@ -1,7 +1,8 @@
 """Plain and tree decoding of one prompt side by side: same tokens, fewer forwards.
 
 Runs the prompt autoregressively (AR) and with draft trees (DDTree), checks that both give the same
-tokens (exit code 1 if not), and shows the texts, a round's tree, and where the gain comes from.
+tokens (exit code 1 if not), and shows the texts, a round's tree, and where the gain comes from. A
+tree has 7 nodes where --budget does not say otherwise.
 """
 
 import argparse
@@ -21,10 +22,13 @@ PROMPT = '''def read_config(path, encoding="utf-8"):
     """Read the configuration file at *path* and return its settings as a dictionary.
 
 '''
-DRAFTER = "ngram"
+BUDGET = 7  # draft nodes a round, where none is named
 WARM_UP = 8  # tokens generated before the clock counts
 RUNS = 3
-NGRAM = "the ngram drafter looks the last tokens up in the text so far; it is not trained"
+DRAFTERS = {
+    "ngram": "the ngram drafter looks the last tokens up in the text so far; it is not trained",
+    "dflash": "the dflash drafter is a small trained model: one forward drafts a block",
+}
 ORACLE = "UPPER BOUND: the oracle drafter is fed with the tokens of the AR run, as none can be"
 
 
@@ -33,8 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=options.whole, default=128, metavar="N")
     parser.add_argument("--temperature", type=options.real, default=0.0, metavar="T")
     parser.add_argument("--seed", type=options.whole, default=0)
-    parser.add_argument("--drafter", default=DRAFTER, help=f"default {DRAFTER}; oracle[:ACCURACY]")
-    options.add_engine(parser)
+    parser.add_argument(
+        "--drafter", metavar="NAME", help="default dflash where there is one, or ngram; oracle[:P]"
+    )
+    options.add_engine(parser, budget=None)
     options.add_trace(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.set_defaults(run=run)
@@ -44,6 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     params = SamplingParams(
         max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed
     )
+    if arguments.drafter is None:
+        arguments.drafter = (options.trained(arguments) or ["ngram"])[0]
+    if arguments.budget is None:
+        arguments.budget = "auto" if arguments.drafter == "none" else BUDGET
     options.check(arguments, [arguments.drafter])
     plot.check(arguments.trace_png)
     with draw.progress(3) as bar:
@@ -51,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         ar = _timed(options.plain(arguments, bar.load), arguments.prompt, params)
         bar.begin("draft trees")
         truth = [ar.prompt_token_ids + ar.token_ids]
-        engine = options.engine(arguments, options.drafter(arguments.drafter, truth), bar.load)
+        drafter = options.drafter(arguments.drafter, truth, arguments.drafter_model)
+        engine = options.engine(arguments, drafter, bar.load)
         tree = _timed(engine, arguments.prompt, params)
         bar.begin("rounds to show")
         rounds = []
@@ -129,8 +140,8 @@ def _show(arguments, engine, ar: Result, tree: Result, rounds: list[RoundTrace])
     console.print(f"[bold]{engine.device}, {dtype}, drafter {arguments.drafter}[/bold]")
     if options.is_oracle(arguments.drafter):
         console.print(ORACLE, style="bold yellow")
-    elif arguments.drafter == "ngram":
-        console.print(NGRAM)
+    elif arguments.drafter in DRAFTERS:
+        console.print(DRAFTERS[arguments.drafter])
     console.print(_texts(arguments.prompt, ar, tree))
     if ar.token_ids == tree.token_ids:
         console.print(f"The {len(ar.token_ids)} tokens are identical.", style="bold green")

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--system", metavar="TEXT", help="the conversation's first message (--chat)"
     )
-    parser.add_argument("--drafter", default="none", help="none (default), ngram, ...")
+    parser.add_argument(
+        "--drafter", metavar="NAME", help="none (default), ngram, dflash (default for a given one)"
+    )
     options.add_engine(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
@@ -71,12 +73,18 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.system is not None and not arguments.chat:
         raise ValueError("--system is a message of a conversation: it wants --chat")
+    if arguments.drafter is None:
+        arguments.drafter = "none" if arguments.drafter_model is None else "dflash"
+    if options.is_oracle(arguments.drafter):
+        raise ValueError("the oracle is told the text, which only demo and bench know beforehand")
+    options.check(arguments, [arguments.drafter])
     plot.check(arguments.trace_png)
     prompt = _read() if arguments.prompt is None else arguments.prompt
     prompt = _messages(prompt, arguments.system) if arguments.chat else prompt
     with draw.progress(1) as bar:
         bar.begin("loading the model")
-        engine = options.engine(arguments, arguments.drafter, bar.load)
+        drafter = options.drafter(arguments.drafter, [], arguments.drafter_model)
+        engine = options.engine(arguments, drafter, bar.load)
     if params.n > 1 or params.logprobs is not None or _is_traced(arguments):
         _whole(engine, prompt, params, arguments)
     else:

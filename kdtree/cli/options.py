@@ -3,19 +3,28 @@
 import argparse
 from pathlib import Path
 
-from kdtree import Engine, OracleConfig
+from kdtree import DflashConfig, Engine, OracleConfig
 from kdtree import options as limits
 from kdtree.checks import shown
+from kdtree.drafters import DrafterConfig
+from kdtree.drafters.dflash import BESIDE
 from kdtree.weights import Progress
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser, budget: int | str | None = "auto") -> None:
+    """budget: the default; None where the command says in its help what it will be"""
     parser.add_argument("--model", metavar="DIR", help="model directory (default: the demo model)")
+    parser.add_argument(
+        "--drafter-model",
+        type=Path,
+        metavar="DIR",
+        help="dflash drafter (default: beside the model)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     parser.add_argument("--quantize", help="int4: quantise routed experts while loading")
     parser.add_argument(
-        "--budget", type=_budget, default="auto", metavar="N", help="draft nodes a round, or auto"
+        "--budget", type=_budget, default=budget, metavar="N", help="draft nodes a round, or auto"
     )
     parser.add_argument("--tree", default="best-first", help="best-first or chain")
     parser.add_argument(
@@ -32,7 +41,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def engine(
-    arguments: argparse.Namespace, drafter: str | OracleConfig, progress: Progress | None = None
+    arguments: argparse.Namespace, drafter: str | DrafterConfig, progress: Progress | None = None
 ) -> Engine:
     return Engine(
         arguments.model,
@@ -54,16 +63,32 @@ def check(arguments: argparse.Namespace, drafters: list[str]) -> None:
     """Raises what the engines of these drafters would, before the run without one takes its time"""
     limits.budget(arguments.budget)
     limits.is_chain(arguments.tree)
+    given = arguments.drafter_model
+    if given is not None and "dflash" not in drafters:
+        named = shown(", ".join(drafters))
+        raise ValueError(f"--drafter-model is one of dflash, but the drafter is {named}")
     for name in drafters:
-        limits.drafter(drafter(name, []))
+        config = limits.drafter(drafter(name, [], given))
+        if isinstance(config, DflashConfig):
+            config.directory(limits.directory(arguments.model))
 
 
-def drafter(name: str, truth: list[list[int]]) -> str | OracleConfig:
+def trained(arguments: argparse.Namespace) -> list[str]:
+    """The name of the trained drafter, where one is given or beside the model; else none."""
+    model = limits.DEMO if arguments.model is None else Path(arguments.model)
+    has_one = arguments.drafter_model is not None or (model / BESIDE).is_dir()
+    return ["dflash"] if has_one else []
+
+
+def drafter(name: str, truth: list[list[int]], model: Path | None = None) -> str | DrafterConfig:
     """The drafter of a name; "oracle" and "oracle:0.8" (its accuracy) are fed with `truth`.
 
     truth: prompt and continuation, tokens, of each sequence that will be generated
+    model: the directory of a dflash drafter, None for the one beside its model
     """
     kind, _, accuracy = name.partition(":")
+    if name == "dflash" and model is not None:
+        return DflashConfig(model=model)
     if kind != "oracle":
         return name
     try:

@@ -30,7 +30,7 @@ from demo_training.drafter_train import DraftPlan, DraftTrainer
 from demo_training.tokens import read_tokens
 
 AFTER = 85  # seconds kept for fitting, judging and saving
-TOLD = "seed rows anchors muon_lr adam_lr decay gamma cool quantised select joint cohorts".split()
+TOLD = "seed rows anchors muon_lr adam_lr decay gamma cool quantized select joint cohorts".split()
 
 
 def add_options(stage: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from demo_training.drafter_model import DraftShape
 from demo_training.drafter_scores import Law
 from demo_training.drafter_train import DraftTrainer
-from demo_training.quantise import packed
+from demo_training.quantize import packed
 from demo_training.save import device_name, write
 
 LAYER = {  # a checkpoint's names of a layer's matrices and norms
@@ -88,7 +88,7 @@ def tensors(trainer: DraftTrainer) -> dict[str, Tensor]:
         "candidate_selector.predecessor_codebook": w.before,
         "candidate_selector.successor_codebook": w.after,
     }
-    coded = {n: [x.cpu() for x in trainer.quantise(getattr(w, n).detach())] for n in trainer.low}
+    coded = {n: [x.cpu() for x in trainer.quantize(getattr(w, n).detach())] for n in trainer.low}
     matrices = {"fc": ("fc", 0)}
     for i in range(w.shape.layers):
         for name, own in LAYER.items():

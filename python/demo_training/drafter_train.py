@@ -2,7 +2,7 @@
 
 The loss of a slot is the cross-entropy against the target's own distribution; later slots weigh
 less. From `select` of the time on the selector learns too: the same loss with its edge from the
-true token before added to the (detached) logits. For the last `quantised` of the time the matrices
+true token before added to the (detached) logits. For the last `quantized` of the time the matrices
 are rounded to INT4 in the forward pass. Files are not known here.
 """
 
@@ -29,7 +29,7 @@ from demo_training.drafter_target import Target
 from demo_training.drafter_text import Text, anchor_weights
 from demo_training.muon import Muon
 from demo_training.plan import Run
-from demo_training.quantise import dequantise, quantise
+from demo_training.quantize import dequantize, quantize
 from demo_training.train import wait_behind
 
 
@@ -51,7 +51,7 @@ class DraftPlan:
     gamma: float = 4.0
     warm_steps: int = 100
     cool: float = 0.6
-    quantised: float = 0.35
+    quantized: float = 0.35
     select: float = 0.25
     joint: float = 0.3
     long: int = 8
@@ -113,17 +113,17 @@ class DraftTrainer:
 
     def set_pieces(self, compiled: bool) -> None:
         self.compiled, self.pieces = compiled, Pieces.make(compiled)
-        made = (draft_loss, select_loss, quantise)
+        made = (draft_loss, select_loss, quantize)
         if compiled:
             made = tuple(torch.compile(f, dynamic=False, fullgraph=True) for f in made)
-        self.draft_loss, self.select_loss, self.quantise = made
+        self.draft_loss, self.select_loss, self.quantize = made
 
     @torch.no_grad()
-    def refresh(self, quantised: bool) -> None:
+    def refresh(self, quantized: bool) -> None:
         """Sets the working copy of the matrices from the trained ones."""
         trained = [getattr(self.weights, n) for n in self.low]
-        if quantised:  # all at once: one graph, one kernel
-            flat = dequantise(*self.quantise(torch.cat([x.flatten() for x in trained])))
+        if quantized:  # all at once: one graph, one kernel
+            flat = dequantize(*self.quantize(torch.cat([x.flatten() for x in trained])))
             trained = flat.split([x.numel() for x in trained])
         for copy, x in zip(self.low.values(), trained, strict=True):
             copy.copy_(x.view_as(copy))
@@ -158,7 +158,7 @@ class DraftTrainer:
         """One update at `part` of the time."""
         plan = self.plan
         rate = min(1.0, (self.run.steps + 1) / plan.warm_steps, (1 - part) / plan.cool)
-        self.refresh(part >= 1 - plan.quantised)
+        self.refresh(part >= 1 - plan.quantized)
         loss = self.backward(text, anchor, part >= plan.select)
         for group in self.adam.param_groups:
             group["lr"] = plan.adam_lr * rate

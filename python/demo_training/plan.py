@@ -19,7 +19,7 @@ class Plan:
     balance: float = 1e-3
     warm_steps: int = 100
     cool: float = 0.6
-    quantised: float = 0.35
+    quantized: float = 0.35
     long: float = 0.12
     loop_rows: int = 2
     way: str = "grouped"

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from demo_training.quantise import GROUP, packed
+from demo_training.quantize import GROUP, packed
 from demo_training.shape import Shape
 from demo_training.tokens import EOT, MASK, PAD
 from demo_training.train import Trainer
@@ -120,7 +120,7 @@ def tensors(trainer: Trainer) -> dict[str, Tensor]:
         "lm_head.weight": low["head"],
     }
     coded = {
-        n: [x.cpu() for x in trainer.quantise(getattr(w, n).detach())]
+        n: [x.cpu() for x in trainer.quantize(getattr(w, n).detach())]
         for n in ("experts_in", "experts_out")
     }
     for i in range(s.layers):

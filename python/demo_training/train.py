@@ -18,7 +18,7 @@ from demo_training.batches import add_loops, batches, objective
 from demo_training.model import Parts, forward
 from demo_training.muon import Muon
 from demo_training.plan import LONG, Plan, Run
-from demo_training.quantise import dequantise, quantise
+from demo_training.quantize import dequantize, quantize
 from demo_training.shape import Weights, rotary
 
 ADAM = ("embed", "head", "norm", "input_norm", "post_norm", "q_norm", "kv_norm", "router")
@@ -33,7 +33,7 @@ class Trainer:
         plain = self.device.type == "cpu" and not plan.compiled
         self.low = torch.float32 if plain else torch.bfloat16
         self.parts = Parts.make(plan.compiled)
-        self.quantise = torch.compile(quantise, dynamic=False) if plan.compiled else quantise
+        self.quantize = torch.compile(quantize, dynamic=False) if plan.compiled else quantize
         self.angles = rotary(weights.shape, plan.length * LONG, self.device)
         named = dict(weights.named_parameters())
         self.adam = torch.optim.AdamW(
@@ -60,11 +60,11 @@ class Trainer:
         self.good = {n: t.clone() for n, t in weights.state_dict().items()}
 
     @torch.no_grad()
-    def experts(self, quantised: bool) -> None:
+    def experts(self, quantized: bool) -> None:
         """Sets the working copy of the routed experts from the trained ones."""
         for name, copy in self.routed.items():
             trained = getattr(self.weights, name)
-            copy.copy_(dequantise(*self.quantise(trained)) if quantised else trained)
+            copy.copy_(dequantize(*self.quantize(trained)) if quantized else trained)
 
     def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         w, plan = self.weights, self.plan
@@ -97,7 +97,7 @@ class Trainer:
         """One update at `part` of the time."""
         plan = self.plan
         rate = min(1.0, (self.run.steps + 1) / plan.warm_steps, (1 - part) / plan.cool)
-        late = part >= 1 - plan.quantised
+        late = part >= 1 - plan.quantized
         self.experts(late)
         loss, loads = self.backward(batch, late)
         for group in self.adam.param_groups:
@@ -126,9 +126,9 @@ class Trainer:
         for longer in sorted(sizes):
             shape = (self.plan.batch // longer, self.plan.length * longer + 1)
             batch = torch.randint(self.weights.shape.words, shape, device=self.device)
-            for quantised in (False, True):
-                self.experts(quantised)
-                self.backward(batch, quantised)
+            for quantized in (False, True):
+                self.experts(quantized)
+                self.backward(batch, quantized)
                 self.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -3,6 +3,6 @@
 Published drafters are loaded as they are; what is not supported is refused by name.
 """
 
-from kdtree.drafters.dflash.drafter import DflashConfig
+from kdtree.drafters.dflash.drafter import BESIDE, DflashConfig
 
-__all__ = ["DflashConfig"]
+__all__ = ["BESIDE", "DflashConfig"]

@@ -21,6 +21,7 @@ from kdtree.state import State
 from kdtree.tree import MAX_DEPTH, MAX_NODES, Path, TokenTree
 from kdtree.weights import Checkpoint, load
 
+BESIDE = "drafter"  # in a model's directory, the directory of its drafter
 CANDIDATES = 16  # of a depth, where the checkpoint does not say
 DIM = 0.1  # a mask token whose embedding is so much shorter than usual says nothing
 
@@ -58,11 +59,11 @@ class DflashConfig:
             )
         return DflashDrafter(self, setup)
 
-    def directory(self, setup: Setup) -> pathlib.Path:
-        """The drafter's directory. Raises ConfigError where there is none."""
+    def directory(self, model: pathlib.Path) -> pathlib.Path:
+        """The drafter's directory. model: the target's. Raises ConfigError where there is none."""
         if not isinstance(self.model, str | pathlib.Path | None):
             raise TypeError(f"model is {self.model!r}, wants a drafter's directory")
-        path = setup.directory / "drafter" if self.model is None else pathlib.Path(self.model)
+        path = model / BESIDE if self.model is None else pathlib.Path(self.model)
         if not path.is_dir():
             raise ConfigError(
                 f"{path} is not a directory: dflash wants a drafter, DflashConfig(model=...), or"
@@ -102,7 +103,7 @@ class DflashDrafter:
     """
 
     def __init__(self, config: DflashConfig, setup: Setup):
-        directory = config.directory(setup)
+        directory = config.directory(setup.directory)
         c = config.architecture(directory, setup)
         self.setup, self.taps = setup, c.taps
         self.nodes = nodes_of(setup, config.budget, c.block - 1)

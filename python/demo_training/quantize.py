@@ -6,7 +6,7 @@ from torch import Tensor
 GROUP = 32  # weights that share an INT4 scale
 
 
-def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
     """INT4 codes [..., groups, 32] and scales [..., groups, 1], chosen by squared error."""
     w = w.float().unflatten(-1, (-1, GROUP))
     largest = w.abs().amax(-1, keepdim=True).clamp(min=1e-8)
@@ -23,7 +23,7 @@ def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
     return code, scale
 
 
-def dequantise(code: Tensor, scale: Tensor) -> Tensor:
+def dequantize(code: Tensor, scale: Tensor) -> Tensor:
     return (code * scale).flatten(-2)
 
 

@@ -1,0 +1,137 @@
+"""Puts results into the documents: what is between two marks there is made anew.
+
+README.md has the engine's figures, docs/scaleup.md some ops' at Kimi-K2.6's dimensions, both as the
+benchmarks wrote them into results/.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from bench_engine import RUNS
+from harness import RESULTS
+
+ROOT = Path(__file__).parent.parent
+SIDES = {"engine_cpu": "CPU", "engine_cuda": "H200"}  # results file and what it was run on
+NAMES = {
+    "none": "AR",
+    "ngram": "prompt look-up",
+    "dflash": "dflash",
+    "oracle:1": "oracle always right",
+}
+TREES = {"chain": "chain of {}", "best-first": "tree of {}"}
+MISSING = "–"
+KIMI: list[tuple[str, dict[str, int]]] = [
+    *(("linear", {"T": T, "I": 8192, "O": 7168}) for T in (1, 8, 64)),
+    *(("moe_experts", {"T": T, "D": 7168, "F": 2048, "E": 384, "K": 8}) for T in (1, 8, 64)),
+    *(("mla_attention", {"B": 1, "H": 64, "S": 4096, "N": N}) for N in (1, 8, 64)),
+    ("mla_attention", {"B": 1, "H": 8, "S": 32768, "N": 16}),
+]
+
+
+def engine() -> str:
+    results = {side: _load(file) for file, side in SIDES.items()}
+    rows = {side: found["rows"] for side, found in results.items()}
+    machines = "".join(f"{side}: {_machine(found)}.\n" for side, found in results.items())
+    return "\n".join((decode_table(rows), forward_table(rows), machines))
+
+
+def ops() -> str:
+    found = _load("ops_cuda")
+    speeds = f"{found['bandwidth'] / 1e12:.2f} TB/s and {found['peak'] / 1e12:.0f} TFLOP/s"
+    return f"{ops_table(found['rows'])}\n{_machine(found)}: {speeds} in the same run.\n"
+
+
+BLOCKS: dict[tuple[str, str], Callable[[], str]] = {  # by document and name of the mark
+    ("README.md", "engine"): engine,
+    ("docs/scaleup.md", "ops"): ops,
+}
+
+
+def decode_table(rows: dict[str, list[dict]]) -> str:
+    """A line a temperature and run: acceptance length, tokens/s and speed-up of each side."""
+    columns = ("accepted, {}", "tokens/s, {}", "speed-up, {}")
+    titles = [column.format(side) for side in rows for column in columns]
+    found = {
+        side: {_case(row): row for row in rows[side] if row["kind"] == "decode"} for side in rows
+    }
+    temperatures = sorted({case[0] for side in found.values() for case in side})
+    lines = [["T", "drafter", *titles]]
+    for T, run in itertools.product(temperatures, RUNS):
+        cells = [cell for side in rows for cell in _decode_cells(found[side].get((T, *run)))]
+        lines.append([f"{T:g}", _name(*run), *cells])
+    return _table(lines)
+
+
+def forward_table(rows: dict[str, list[dict]]) -> str:
+    """A line a side: the milliseconds of a forward by its nodes."""
+    found = {side: {r["N"]: r["ms"] for r in rows[side] if r["kind"] == "forward"} for side in rows}
+    nodes = sorted({N for side in found.values() for N in side})
+    lines = [["ms a forward of N nodes", *map(str, nodes)]]
+    for side, ms in found.items():
+        lines.append([side, *(f"{ms[N]:.1f}" if N in ms else MISSING for N in nodes)])
+    return _table(lines)
+
+
+def ops_table(rows: list[dict]) -> str:
+    """A line a shape of KIMI: microseconds beside the floor."""
+    found = {(row["op"], *row["shape"].items()): row for row in rows if row["dtype"] == "bfloat16"}
+    lines = [["op", "shape", "weights", "us", "floor us"]]
+    for op, shape in KIMI:
+        row = found[(op, *shape.items())]
+        letters = ", ".join(f"{letter} {n}" for letter, n in shape.items())
+        times = f"{row['us']:.1f}", f"{row['floor_us']:.1f}"
+        lines.append([f"`{op}`", letters, row["weights"] or "", *times])
+    return _table(lines)
+
+
+def replaced(text: str, name: str, new: str) -> str:
+    """The text with what is between the marks of that name replaced. Raises ValueError."""
+    begin, end = f"<!-- {name}: made by benchmarks/tables.py -->\n", f"<!-- {name}: end -->\n"
+    if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
+        raise ValueError(f"the document wants one line {begin!r} and after it one {end!r}")
+    before, _, rest = text.partition(begin)
+    return before + begin + "\n" + new + "\n" + end + rest.partition(end)[2]
+
+
+def _load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _machine(results: dict) -> str:
+    return f"{results['card']}, torch {results['torch']}, {results['date'][:10]}"
+
+
+def _case(row: dict) -> tuple:
+    return row["temperature"], row["drafter"], row["tree"], row["budget"]
+
+
+def _name(drafter: str, tree: str, budget: int | str) -> str:
+    kind, _, accuracy = drafter.partition(":")
+    name = NAMES.get(drafter) or f"{kind} right {float(accuracy):.0%} of the time"
+    if drafter == "none":
+        return name
+    return f"{name}, {'auto' if budget == 'auto' else TREES[tree].format(budget)}"
+
+
+def _decode_cells(row: dict | None) -> list[str]:
+    if row is None:
+        return [MISSING] * 3
+    numbers = ("acceptance_length", ".2f"), ("tokens_per_s", ".0f"), ("speedup", ".2f")
+    return [format(row[key], places) for key, places in numbers]
+
+
+def _table(lines: list[list[str]]) -> str:
+    ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
+
+
+def main() -> None:
+    for (document, name), make in BLOCKS.items():
+        path = ROOT / document
+        path.write_text(replaced(path.read_text(), name, make()))
+
+
+if __name__ == "__main__":
+    main()
