@@ -19,7 +19,7 @@ from kdtree.cache import KvCache
 from kdtree.checks import flag, whole
 from kdtree.config import load as load_config
 from kdtree.costs import Costs
-from kdtree.drafters import Drafter, DrafterConfig, Setup, create
+from kdtree.drafters import Drafter, DrafterConfig, Setup
 from kdtree.errors import NumericsError
 from kdtree.models import load_model
 from kdtree.options import Prompt
@@ -86,7 +86,7 @@ class Engine:
             max_seq_len=self.max_seq_len,
             **where,
         )
-        self.drafter: Drafter = create(options.drafter(drafter), setup)
+        self.drafter: Drafter = options.drafter(drafter).create(setup)
         self.tokenizer = load_tokenizer(directory)
         self.chat_template = load_chat_template(directory, self.tokenizer)
         self.model = load_model(

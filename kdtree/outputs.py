@@ -43,7 +43,10 @@ class Metrics:
 
 @dataclass(slots=True)
 class RoundTrace:
-    """One round's tree: parent -1 at the root, -2 at padding; score, the path's log-probability."""
+    """One round's tree: parent -1 at the root, -2 at padding; score as in kdtree.tree.TokenTree.
+
+    path: nodes walked; emitted: tokens kept of the round, one after each of them
+    """
 
     token: list[int]
     parent: list[int]

@@ -20,7 +20,8 @@ class TokenTree:
     depth: [B, N] int32; 0 at the root and at padding
     ancestors: [B, N] int64, bit m set for node m an ancestor or self, 0 at padding; None for a
         chain without padding, of any length
-    score: [B, N] float32, the path's log-probability by the drafter, or None
+    score: [B, N] float32, the path's by the drafter, at most 0: a log-probability, which sharpening
+        and coupling (kdtree.drafters.scores) make another number; or None
     """
 
     token: Tensor

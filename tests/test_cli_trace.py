@@ -1,6 +1,7 @@
 """Rounds' trees as the commands show them: on the terminal, and as pictures."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 from fake_engine import TEXT, Bytes, FakeEngine, chain
@@ -51,6 +52,14 @@ def test_nodes_of_a_round():
     assert own.is_own and not leaf.is_own
     cut = RoundTrace(BRANCHED.token, BRANCHED.parent, BRANCHED.score, [0, 2, 4], [67, 36])
     assert len(draw.nodes(cut, Bytes())) == 5
+
+
+def test_a_round_that_a_limit_cut_ends_in_a_draft():
+    """Two of three tokens were kept: the second is node 4, which the walk would have gone to."""
+    cut = replace(BRANCHED, path=[0, 2], emitted=[67, 36])
+    nodes = draw.nodes(cut, Bytes())
+    assert [node.is_accepted for node in nodes] == [True, False, True, False, True]
+    assert not any(node.is_own for node in nodes)
 
 
 def test_places_of_nodes():

@@ -98,8 +98,9 @@ def test_drafters_get_the_taps_of_what_is_committed(dtype, device, monkeypatch):
 
     def run(drafter, batch, calls):
         config = Recorded(drafter, (0, 3))
-        engine = Engine(variant("base"), drafter=config, device=str(device), dtype=dtype,
-                        max_seq_len=140, max_batch=batch)  # fmt: skip
+        budget = "auto" if drafter == NoneConfig() else 12
+        engine = Engine(variant("base"), drafter=config, budget=budget, device=str(device),
+                        dtype=dtype, max_seq_len=140, max_batch=batch)  # fmt: skip
         assert engine.config.layers == 4
         return engine.generate(calls, params), config.made[0], 2 * engine.config.hidden
 

@@ -80,7 +80,7 @@ def token(tokenizer: Tokenizer | None, id: int) -> str:
 class Node(NamedTuple):
     """A node of a round's tree as it is shown. parent: its place in the list, -1 of the root
 
-    note: "root", the log-probability that the drafter gave its path, or whose token it is
+    note: "root", the score that the drafter gave its path, or whose token it is
     is_own: it is the target's own token at the end of the accepted path, no draft
     """
 
@@ -94,18 +94,24 @@ class Node(NamedTuple):
 def nodes(trace: RoundTrace, tokenizer: Tokenizer | None) -> list[Node]:
     """The nodes of a round's tree, parents before children, padding left out.
 
-    The last is the token that the target added itself, but where a stop cut the round before it.
+    The last is the token that the target added itself, but where a stop or a limit cut the round
+    before it: then its last token is a draft like those before.
     """
-    place, found = {-1: -1}, []
+    place, found, walked = {-1: -1}, [], set(trace.path)
+    last = trace.path[-1]
+    drafted = [
+        n for n, p in enumerate(trace.parent) if p == last and trace.token[n] == trace.emitted[-1]
+    ]
+    walked |= set(drafted if len(trace.emitted) == len(trace.path) else ())
     for n, parent in enumerate(trace.parent):
         if n and parent < 0:
             continue  # padding
         place[n] = len(found)
         note = f"{trace.score[n]:.2f}" if n else "root"
-        found.append(Node(token(tokenizer, trace.token[n]), place[parent], note, n in trace.path))
-    if len(trace.emitted) == len(trace.path):
-        added, last = token(tokenizer, trace.emitted[-1]), place[trace.path[-1]]
-        found.append(Node(added, last, "the target's own", False, is_own=True))
+        found.append(Node(token(tokenizer, trace.token[n]), place[parent], note, n in walked))
+    if len(trace.emitted) == len(trace.path) and not drafted:
+        added = token(tokenizer, trace.emitted[-1])
+        found.append(Node(added, place[last], "the target's own", False, is_own=True))
     return found
 
 

@@ -36,7 +36,7 @@ def rounds(
 
 
 def tree(trace: RoundTrace, tokenizer: Tokenizer | None, path: Path) -> None:
-    """One round's tree, from the root on the left: at each node the log-probability of its path."""
+    """One round's tree, from the root on the left: at each node the score of its path."""
     from matplotlib.figure import Figure
 
     nodes = draw.nodes(trace, tokenizer)

@@ -7,7 +7,7 @@ engine knows the protocol alone.
 from kdtree.drafters.base import Drafter, DrafterConfig, Setup
 from kdtree.drafters.dflash import DflashConfig
 from kdtree.drafters.ngram import NgramConfig
-from kdtree.drafters.none import NoDraft, NoneConfig
+from kdtree.drafters.none import NoneConfig
 from kdtree.drafters.oracle import OracleConfig
 
 DRAFTERS: dict[str, type[DrafterConfig]] = {
@@ -15,12 +15,6 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
     "none": NoneConfig,
     "ngram": NgramConfig,
 }  # by name; the oracle has no name, since it wants the truth
-
-
-def create(config: DrafterConfig, setup: Setup) -> Drafter:
-    """The drafter of an engine; trees of the root alone want none. Raises as the config does."""
-    made = config.create(setup)
-    return NoDraft() if made.nodes == 1 else made
 
 
 __all__ = [
@@ -32,5 +26,4 @@ __all__ = [
     "NoneConfig",
     "OracleConfig",
     "Setup",
-    "create",
 ]

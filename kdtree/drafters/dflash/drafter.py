@@ -14,6 +14,7 @@ from kdtree.drafters.dflash.cache import ContextCache
 from kdtree.drafters.dflash.config import Architecture, read
 from kdtree.drafters.dflash.model import Dflash
 from kdtree.drafters.edges import Bigram, Selector
+from kdtree.drafters.none import NoDraft
 from kdtree.drafters.scores import Scorer, ScoresConfig
 from kdtree.errors import ConfigError
 from kdtree.models import Deepseek
@@ -48,8 +49,11 @@ class DflashConfig:
     scores: dict[str, Sequence[float]] | None = None
     bigram: str | pathlib.Path | None = None
 
-    def create(self, setup: Setup) -> "DflashDrafter":
-        """Raises ConfigError, CheckpointError, CapacityError, ValueError and TypeError."""
+    def create(self, setup: Setup) -> "DflashDrafter | NoDraft":
+        """Trees of the root alone take no model.
+
+        Raises ConfigError, CheckpointError, CapacityError, ValueError and TypeError.
+        """
         whole("budget", self.budget, 0, MAX_NODES - 1)
         if self.window is not None:
             whole("window", self.window, 2)
@@ -57,7 +61,8 @@ class DflashConfig:
             raise ValueError(
                 f"yarn_amplitude is {self.yarn_amplitude!r}, wants 'config' or 'legacy'"
             )
-        return DflashDrafter(self, setup)
+        made = DflashDrafter(self, setup)
+        return NoDraft() if made.nodes == 1 else made
 
     def directory(self, model: pathlib.Path) -> pathlib.Path:
         """The drafter's directory. model: the target's. Raises ConfigError where there is none."""
