@@ -150,16 +150,14 @@ def _show(arguments, engine, ar: Result, tree: Result, rounds: list[RoundTrace])
     if repeated := _repeated(ar.token_ids):
         console.print(f"The text repeats itself ({repeated:.0%} of its 4-grams): easy to draft.")
     if arguments.trace:
-        console.print(
-            "\nAt each node, the drafter's score of the path to it: the log of how sure it is."
-        )
+        console.print("\nAt each node, the drafter's score of the path to it, a logarithm.")
         console.print(*draw.rounds(rounds, engine.tokenizer), sep="\n")
     elif rounds:
         number = max(range(len(rounds)), key=lambda i: (len(rounds[i].path), len(rounds[i].token)))
         console.print(
             f"\nRound {number + 1} of {len(rounds)}, tokens by one forward: "
             f"{len(rounds[number].emitted)}. "
-            "At each node, the drafter's score of the path to it: the log of how sure it is."
+            "At each node, the drafter's score of the path to it, a logarithm."
         )
         console.print(draw.tree(rounds[number], engine.tokenizer))
     console.print(_table(ar, tree))
