@@ -8,7 +8,8 @@ from kdtree.plan import Machine, formulas, make_plan, read
 
 ROOT = Path(__file__).parents[1]
 KIMI = ROOT / "tests" / "data" / "kimi-k2.6" / "config.json"
-DRAFTER_BYTES = 6.96e9  # of the published drafter for Kimi-K2.6, bfloat16
+# The published drafter for Kimi-K2.6, bfloat16; it uses the target's head, [163840, 7168].
+DRAFTER_BYTES, HEAD_BYTES, DRAFTER_SUMS, BLOCK = 6.96e9, 163840 * 7168 * 2, 12, 8
 CONTEXT, GPUS = 4096, 8
 NAMES = {"none": "plain", "ngram": "prompt look-up", "dflash": "DFlash"}
 LOG = ROOT / "kdtree" / "demo" / "drafter" / "train_log.json"
@@ -202,7 +203,8 @@ def projection(rows: Rows) -> Iterator[str]:
     sizes = sorted({1, *(row["budget"] + 1 for row in kept)})
     made = make_plan(source.config, source.tensors, gpus, context=CONTEXT, nodes=sizes)
     ms = {step.nodes: step.total for step in made.steps}
-    draft = 1e3 * DRAFTER_BYTES / GPUS / formulas.BANDWIDTH
+    read_s = (DRAFTER_BYTES + HEAD_BYTES) / GPUS / formulas.BANDWIDTH
+    draft = 1e3 * (read_s + DRAFTER_SUMS * formulas.all_reduce_seconds(source.config, BLOCK))
     body = [["plain", "1", f"{ms[1]:.2f}", "", *[f"{1e3 / ms[1]:.0f} (1.00)"] * 2]]
     for tree, budget in dict.fromkeys((row["tree"], row["budget"]) for row in kept):
         of = [r for r in kept if (r["tree"], r["budget"]) == (tree, budget)]
