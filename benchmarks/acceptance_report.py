@@ -9,7 +9,7 @@ from kdtree.plan import Machine, formulas, make_plan, read
 ROOT = Path(__file__).parents[1]
 KIMI = ROOT / "tests" / "data" / "kimi-k2.6" / "config.json"
 # The published drafter for Kimi-K2.6, bfloat16; it uses the target's head, [163840, 7168].
-DRAFTER_BYTES, HEAD_BYTES, DRAFTER_SUMS, BLOCK = 6.96e9, 163840 * 7168 * 2, 12, 8
+DRAFTER_BYTES, HEAD_BYTES, DRAFTER_SUMS, BLOCK = 6.96e9, 163840 * 7168 * 2, 13, 8
 CONTEXT, GPUS = 4096, 8
 NAMES = {"none": "plain", "ngram": "prompt look-up", "dflash": "DFlash"}
 LOG = ROOT / "kdtree" / "demo" / "drafter" / "train_log.json"
