@@ -24,9 +24,9 @@ from kdtree.state import State
 from kdtree.tree import Path, TokenTree
 
 LATEST = 0.9  # weight of a round with a draft by the next one, where they are judged together
-CARRIED = 2.0  # rounds that those before a pause, or of another text, count as
+EARLIER, OTHERS = 3.0, 1.0  # rounds that those before a pause, and of other texts, count as
 SEEN = 0.3  # of a round's tokens, as they were emitted; the rest as they were expected
-RISK = 0.01  # of the time without drafts, to be lost by trying one again
+RISK = 0.007  # of the time without drafts, to be lost by trying one again
 PAUSE, LONGEST = 8, 128  # rounds without a draft, doubled while drafting fails to pay
 NOTHING = 8  # of them after a draft of no node at all
 SHORT = 8  # rounds with a draft, after which one gives up on drafting rather than on a trial
@@ -65,6 +65,7 @@ class AutoBudget:
         self._idle: int | None = None  # rounds without a draft, since drafting stopped
         self._pause, self._stretch = PAUSE, 0  # how long at most, and drafts since the last one
         self._nothing = False  # the last draft had no node
+        self._first = True  # none of this text's drafts is known yet
         self._drafted = False  # the last round had a draft
         self._last: tuple[Nodes, float] | None = None  # it as it was verified, and what it promised
         self._path: Path | None = None  # and what became of it
@@ -76,8 +77,8 @@ class AutoBudget:
         self._tell()
         self.drafter.start(b, request, prompt)
         self.pace.interrupt()
-        self._record.shrink(CARRIED)
-        self._idle, self._stretch = None, 0  # another text may be another matter
+        self._record.shrink(OTHERS)  # another text may be another matter
+        self._idle, self._stretch, self._first = None, 0, True
 
     def prefill(self, b: int, taps: Tensor | None) -> None:
         self.drafter.prefill(b, taps)
@@ -154,8 +155,11 @@ class AutoBudget:
             node = to_host(path.node).numpy()
             self.calibration.observe(nodes, node)
             more = float((node >= 0).sum()) - expected
-            # A draft after a pause that brings more than what was learnt before allows for is news.
-            self._record.tokens += more if self._stretch == 1 and more > 0 else SEEN * more
+            self._record.tokens += SEEN * more
+            if self._first and more > 0:  # what was learnt of other texts does not hold here
+                self._record.tokens += (1 - SEEN) * more
+                self._pause = PAUSE
+            self._first = False
 
     def _drafting(self) -> bool:
         """Whether this round has a draft."""
@@ -166,7 +170,7 @@ class AutoBudget:
                 return True
             self._pause = min(2 * self._pause, LONGEST) if self._stretch < SHORT else PAUSE
             self._idle = self._stretch = 0
-            self._record.shrink(CARRIED)
+            self._record.shrink(EARLIER)
         limit = NOTHING if self._nothing else self._pause
         if self._idle < limit and (
             self._nothing or self._idle * RISK < self.pace.loss(self._record)

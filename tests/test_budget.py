@@ -140,22 +140,12 @@ def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
     run = auto(skill, costs, 0.1).run(400, skill)
     assert run.drafter.drafter.drafts < 20 and run.sizes.count(1) > 380
     assert sum(run.drafter.chosen.values()) == 400
-    again = len(run.sizes)
     run.run(900, SKILLS["good"])  # the same text turns easy: found out by the next trials
     assert run.sizes[-100:].count(1) == 0
     run = auto(skill, costs, 0.1).run(400, skill)
     run.drafter.start(0, 0, [1])
-    run.run(40, SKILLS["good"])  # a new text is tried at once
-    assert run.sizes[again] > 1 and run.sizes[-20:].count(1) == 0
-
-
-def test_a_new_text_shortens_the_pause():
-    run = auto(SKILLS["nil"], TABLES["cliff"], 0.4).run(600, SKILLS["nil"])
-    run.drafter.start(0, 0, [1])
-    run.run(8, SKILLS["nil"])  # found out again
-    drafts = run.drafter.drafter.drafts
-    run.run(34, SKILLS["nil"])
-    assert run.drafter.drafter.drafts > drafts
+    run.run(200, SKILLS["good"])  # a new text is tried at once, and again soon where that is news
+    assert run.sizes[400] > 1 and run.sizes[-20:].count(1) == 0
 
 
 def test_a_drafter_with_nothing_to_say_is_soon_asked_again():
