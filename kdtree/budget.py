@@ -31,7 +31,7 @@ PAUSE, LONGEST = 8, 128  # rounds without a draft, doubled while drafting fails 
 NOTHING = 8  # of them after a draft of no node at all
 SHORT = 8  # rounds with a draft, after which one gives up on drafting rather than on a trial
 TIMED, FEWEST = 9, 3  # rounds whose median counts, and those without which nothing is judged
-HELD = 64  # rounds' paths that are held back
+HELD = 128  # rounds' paths that are held back
 REACH = 0.9  # of the best rate, where a larger tree is still looked at
 
 
@@ -158,7 +158,7 @@ class AutoBudget:
             self._record.tokens += SEEN * more
             if self._first and more > 0:  # what was learnt of other texts does not hold here
                 self._record.tokens += (1 - SEEN) * more
-                self._pause = PAUSE
+                self._pause = min(self._pause, 4 * PAUSE)
             self._first = False
 
     def _drafting(self) -> bool:
@@ -171,10 +171,13 @@ class AutoBudget:
             self._pause = min(2 * self._pause, LONGEST) if self._stretch < SHORT else PAUSE
             self._idle = self._stretch = 0
             self._record.shrink(EARLIER)
-        limit = NOTHING if self._nothing else self._pause
-        if self._idle < limit and (
-            self._nothing or self._idle * RISK < self.pace.loss(self._record)
-        ):
+        if self._nothing:
+            rests = self._idle < NOTHING
+        else:  # looked at now and then: an idle round is to cost nothing
+            rests = self._idle % PAUSE or self._idle < self._pause
+            if rests and self._idle % PAUSE == 0:
+                rests = self._idle * RISK < self.pace.loss(self._record)
+        if rests:
             self._idle += 1
             return False
         self._idle = None

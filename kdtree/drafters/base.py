@@ -61,7 +61,7 @@ class Drafter(Protocol):
         """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes
 
         Rounds for which no tree was asked may come together, as the one path that they make: before
-        the next tree or start, if at all; up to 64 nodes.
+        the next tree or start, if at all; up to 128 nodes.
         """
 
 
