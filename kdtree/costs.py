@@ -69,7 +69,9 @@ def measure(model: nn.Module, cache: KvCache, state: State, drafter: Drafter) ->
             if time.perf_counter() > end:
                 break
         cache.context.zero_()
-    return Costs({size: min(each) for size, each in took.items()})
+    least = {size: min(each) for size, each in took.items()}
+    # None costs more than a larger one: what seems to was disturbed, or can be padded to that.
+    return Costs({size: min(least[n] for n in sizes if n >= size) for size in sizes})
 
 
 class _Rounds:

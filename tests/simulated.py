@@ -127,7 +127,7 @@ def path_of(walks: list[list[int]]) -> Path:
 
 def auto(skill, costs, draft, nodes=64, chain=False, sequences=1) -> Simulation:
     drafter = Drafting(skill, nodes, chain, sequences)
-    budget = AutoBudget(drafter, Costs(costs, draft), CPU)
+    budget = AutoBudget(drafter, Costs(costs, draft))
     return Simulation(budget, costs, draft, sequences)
 
 

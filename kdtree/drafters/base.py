@@ -39,7 +39,8 @@ class Setup:
 
 
 class Drafter(Protocol):
-    """taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees."""
+    """taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees, which
+    may be set lower, and back, between rounds."""
 
     taps: tuple[int, ...]
     nodes: int
@@ -57,7 +58,11 @@ class Drafter(Protocol):
         """A tree of N nodes for every sequence; padding where it is inactive."""
 
     def commit(self, path: Path, taps: Tensor | None) -> None:
-        """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes"""
+        """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes
+
+        Rounds for which no tree was asked may come together, as the one path that they make: before
+        the next tree or start, if at all; up to 128 nodes.
+        """
 
 
 @runtime_checkable

@@ -1,0 +1,93 @@
+"""The automatic budget in the loop: what the drafter hears of, and the clock."""
+
+import time
+
+import pytest
+import torch
+from dflash_watched import Watched
+from simulated import TABLES, Drafting, Simulation, fixed
+from test_budget import SKILLS
+from test_engine import engine_of, outcome
+
+from kdtree import Costs, DflashConfig, SamplingParams, budget
+from kdtree.budget import AutoBudget, joined
+from kdtree.tree import Path
+
+TABLE = {n: 1.0 + 0.05 * n for n in (1, 2, 4, 8, 16)}
+PARAMS = [SamplingParams(max_tokens=n, seed=n, temperature=t, ignore_eos=True)
+          for n, t in ((90, 0.0), (20, 1.0), (50, 1.0), (9, 0.0))]  # fmt: skip
+PROMPTS = [[5, 6, 7], [8] * 30, [9, 1], list(range(20, 60))]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["dflash", "dflash-window", "dflash2"])
+def test_the_drafter_hears_of_rounds_without_a_draft(name, batch, device, monkeypatch):
+    """Its cache holds what is committed, in order, whenever it is asked (the watcher looks), and
+    gives the blocks that it gives where it hears of every round at once."""
+    monkeypatch.setattr(budget, "LONGEST", 7)
+    monkeypatch.setattr(budget, "HELD", 5)
+    told, at_once = Watched(DflashConfig()), Watched(DflashConfig())
+    engine = engine_of(name, device, "float32", told, batch, budget=Costs(TABLE, 9.0))
+    got = engine.generate(PROMPTS, PARAMS)
+    assert engine.drafter.chosen[1] > 60 and len(told.made[0].rounds) > 12
+    other = engine_of(name, device, "float32", at_once, batch, budget=0)
+    assert outcome(other.generate(PROMPTS, PARAMS)) == outcome(got)
+    for request in range(len(PROMPTS)):
+        want = at_once.made[0].by_length(request)
+        for length, blocks in told.made[0].by_length(request).items():
+            torch.testing.assert_close(blocks, want[length], rtol=1e-4, atol=1e-4)
+
+
+def test_joins_paths_of_one_node():
+    """The second sequence ended before the third round."""
+
+    def path(*rows):
+        token = torch.tensor([[t] for t, _ in rows])
+        length = torch.tensor([n for _, n in rows], dtype=torch.int32)
+        return Path(length[:, None] - 1, length, token, token.float(), length < 0)
+
+    got = joined([path((5, 1), (7, 1)), path((6, 1), (8, 1)), path((9, 1), (0, 0))])
+    assert got.node.tolist() == [[0, 1, 2], [0, 1, -1]] and got.node.dtype == torch.int32
+    assert got.length.tolist() == [3, 2] and got.length.dtype == torch.int32
+    assert got.token.tolist() == [[5, 6, 9], [7, 8, 0]] == got.logprob.tolist()
+
+
+class Clock(Simulation):
+    """Rounds take what they take, now and then much more, whatever the budget was told."""
+
+    now = 0.0
+
+    def run(self, rounds, skill):
+        inner = self.drafter.drafter
+        propose = inner.propose
+
+        def drafting(state):
+            self.now += self.draft
+            return propose(state)
+
+        inner.propose = drafting
+        for _ in range(rounds):
+            super().run(1, skill)
+            hiccup = float(torch.rand(1, generator=self.rng)) < 0.05
+            self.now += self.costs[self.sizes[-1]] * (9 if hiccup else 1)
+        inner.propose = propose
+        return self
+
+
+@pytest.mark.parametrize("measured", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("skill", SKILLS)
+def test_finds_out_what_rounds_take(skill, table, measured, monkeypatch):
+    """Measured while the machine was faster, or slower; a draft's time is not told at all. Over
+    twelve texts of about 128 tokens: some rounds of the first one teach."""
+    skill, costs = SKILLS[skill], TABLES[table]
+    draft = 0.4 * costs[1]
+    told = Costs({n: measured * each for n, each in costs.items()})
+    run = Clock(AutoBudget(Drafting(skill, 64, False), told), costs, draft)
+    monkeypatch.setattr(time, "perf_counter", lambda: run.now)
+    for text in range(1, 13):
+        run.drafter.start(0, 0, [1])
+        while run.tokens < 128 * text:
+            run.run(1, skill)
+    chain = fixed(skill, costs, draft, 8, chain=True).run(600, skill).speed
+    assert run.speed > 0.96 * max(1 / costs[1], chain)
