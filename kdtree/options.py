@@ -34,18 +34,16 @@ def device(name: str) -> torch.device:
         raise TypeError(f"device is {shown(name)}, wants 'auto', 'cpu' or 'cuda'")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device is {shown(name)}, wants 'auto', 'cpu' or 'cuda'") from None
-    if found.type not in ("cpu", "cuda"):
+    kind, colon, index = str(name).partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (index.isascii() and index.isdigit())):
         raise ValueError(f"device is {shown(name)}, wants 'auto', 'cpu' or 'cuda'")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {shown(name)}, but torch finds no CUDA device")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(f"device is {shown(name)}, but torch finds {count} CUDA device(s)")
-    return found
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    index = index.lstrip("0") or "0"  # torch would take a large one modulo 256
+    if len(index) > 3 or int(index) >= count:
+        raise ValueError(f"device is {shown(name)}, wants an index below {count}")
+    return torch.device(kind, int(index)) if colon else torch.device(kind)
 
 
 def dtype(name: str, device: torch.device) -> torch.dtype:

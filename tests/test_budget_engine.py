@@ -11,6 +11,7 @@ from test_engine import engine_of, outcome
 
 from kdtree import Costs, DflashConfig, SamplingParams, budget
 from kdtree.budget import AutoBudget, joined
+from kdtree.drafters import NoneConfig
 from kdtree.tree import Path
 
 TABLE = {n: 1.0 + 0.05 * n for n in (1, 2, 4, 8, 16)}
@@ -26,11 +27,11 @@ def test_the_drafter_hears_of_rounds_without_a_draft(name, batch, device, monkey
     gives the blocks that it gives where it hears of every round at once."""
     monkeypatch.setattr(budget, "LONGEST", 7)
     monkeypatch.setattr(budget, "HELD", 5)
-    told, at_once = Watched(DflashConfig()), Watched(DflashConfig())
+    told, at_once = Watched(DflashConfig()), Watched(DflashConfig(), NoneConfig())
     engine = engine_of(name, device, "float32", told, batch, budget=Costs(TABLE, 9.0))
     got = engine.generate(PROMPTS, PARAMS)
     assert engine.drafter.chosen[1] > 60 and len(told.made[0].rounds) > 12
-    other = engine_of(name, device, "float32", at_once, batch, budget=0)
+    other = engine_of(name, device, "float32", at_once, batch)
     assert outcome(other.generate(PROMPTS, PARAMS)) == outcome(got)
     for request in range(len(PROMPTS)):
         want = at_once.made[0].by_length(request)

@@ -44,6 +44,9 @@ WRONG = (TypeError, ValueError)  # either name fits a thing of a wrong type
 OPTIONS = [
     ({"device": "tpu"}, ValueError, ["device", "tpu", "wants", "cpu"]),
     ({"device": "meta"}, ValueError, ["device", "meta", "wants", "cpu"]),
+    ({"device": "cpu:1"}, ValueError, ["device", "'cpu:1'", "wants an index below 1"]),
+    ({"device": "cpu:256"}, ValueError, ["device", "'cpu:256'", "wants an index below 1"]),
+    ({"device": "cuda:-1"}, ValueError, ["device", "'cuda:-1'", "wants", "cpu"]),
     ({"device": ""}, ValueError, ["device", "''", "wants", "cpu"]),
     ({"device": None}, WRONG, ["device", None, "wants", "cpu"]),
     ({"device": 1.5}, WRONG, ["device", 1.5, "wants", "cpu"]),
@@ -120,9 +123,11 @@ def test_no_cuda(name):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_no_such_cuda_device():
-    with says(ValueError, "device", "cuda:99"):
-        Engine(variant("vocab-odd"), device="cuda:99", max_seq_len=CONTEXT)
+@pytest.mark.parametrize("name", ["cuda:99", "cuda:256", "cuda:999999999", "cuda:" + "9" * 5000])
+def test_no_such_cuda_device(name):
+    """torch takes an index modulo 256, and 256 for the current device."""
+    with says(ValueError, "device", name[:7]):
+        Engine(variant("vocab-odd"), device=name, max_seq_len=CONTEXT)
 
 
 def test_no_model_directory(tmp_path):

@@ -138,7 +138,7 @@ def test_registration(device, rng):
 
 
 def test_rejects_bad_arguments(device, rng):
-    given = operands(rng, 2, 3, 50)
+    given = [x.to(device) for x in operands(rng, 2, 3, 50)]  # a copy elsewhere is contiguous
     names = ("logits", "position", "seed", "temperature", "a", "b", "c")
 
     def refuses(message, **changed):
