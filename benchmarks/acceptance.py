@@ -4,7 +4,8 @@
     python benchmarks/acceptance.py --report        # reports what benchmarks/results/ holds
 
 prompts.json holds 200 prompts a category. A row of kind "acceptance" is one drafter's figures over
-a category, its tokens compared with plain decoding's; of kind "speed", one sequence at a time; of
+a category, its tokens compared with plain decoding's; of kind "parts" the same with a part of its scores
+taken away; of kind "speed" of one sequence at a time; of
 kinds "experts" and "int4", see acceptance_model.py. Standard errors are over prompts (bootstrap).
 """
 
@@ -18,15 +19,15 @@ import acceptance_model
 import acceptance_report
 import harness
 import numpy as np
-import torch
 
 from kdtree import Engine, Result, SamplingParams
+from kdtree.cli import machine
 from kdtree.drafters import DflashConfig, DrafterConfig
 
 HERE = Path(__file__).parent
 TOKENS = 128  # decoded a prompt
 DEPTHS = 7  # of the demo drafter
-FEWER = 80  # prompts a category for a drafter with a part taken away
+FEWER = 40  # prompts a category for a drafter with a part taken away
 WARM_UP = 16
 COLUMNS = (
     *("category", "temperature", "drafter", "tree", "budget", "tokens", "acceptance_length"),
@@ -80,15 +81,26 @@ PARTS = [
 
 def acceptance(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
     """Many sequences at a time: tokens and rounds are those of one, times are not."""
+    return compared("acceptance", RUNS, arguments, prompts)
+
+
+def parts(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
+    """The same over fewer prompts, with a part of the drafter's scores taken away."""
+    fewer = {category: texts[:FEWER] for category, texts in prompts.items()}
+    return compared("parts", PARTS, arguments, fewer)
+
+
+def compared(
+    kind: str, runs: list[Run], arguments, prompts: dict[str, list[str]]
+) -> Iterator[dict]:
     plain = {}
-    for run in [PLAIN, *RUNS, *PARTS]:
+    for run in [PLAIN, *runs]:
         engine = run.engine(arguments, arguments.sequences)
         for category, texts in prompts.items():
-            texts = texts[:FEWER] if run in PARTS else texts
             for t in arguments.temperature:
                 results = engine.generate(texts, params(len(texts), t))
-                reference = plain.setdefault((category, t), results)[: len(texts)]
-                yield {"kind": "acceptance"} | facts(run, category, t) | figures(results, reference)
+                reference = plain.setdefault((category, t), results)
+                yield {"kind": kind} | facts(run, category, t) | figures(results, reference)
 
 
 def speed(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
@@ -182,6 +194,14 @@ def distinct_4(ids: list[int]) -> float:
     return len(set(grams)) / max(1, len(grams))
 
 
+KINDS: dict[str, Callable[..., Iterator[dict]]] = {
+    "acceptance": acceptance,
+    "parts": parts,
+    "speed": speed,
+    "model": acceptance_model.rows,
+}
+
+
 def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--model", type=Path, help="a model directory instead of the demo model")
@@ -189,7 +209,7 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=8, help="of them, one at a time")
     parser.add_argument("--sequences", type=int, default=32, help="at a time, where not timed")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--only", nargs="+", default=["acceptance", "speed", "model"])
+    parser.add_argument("--only", nargs="+", default=list(KINDS))
     parser.add_argument("--report", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     if not arguments.report:
@@ -200,15 +220,14 @@ def main() -> None:
 
 def measure(arguments) -> None:
     prompts = prompts_of(arguments.prompts)
-    parts: dict[str, Callable[[], Iterator[dict]]] = {
-        "acceptance": lambda: acceptance(arguments, prompts),
-        "speed": lambda: speed(arguments, prompts),
-        "model": lambda: acceptance_model.rows(arguments, prompts),
-    }
     peaks = harness.peaks(arguments.device)
-    rows = [row for name in arguments.only for row in parts[name]()]
     header = harness.header(arguments.device, peaks, arguments.commit)
-    name = f"acceptance_{torch.device(arguments.device).type}"
+    name, rows = f"acceptance_{arguments.device.type}", []
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for kind in arguments.only:
+        for row in KINDS[kind](arguments, prompts):
+            rows.append(row)  # what was measured is kept, whatever ends the run
+            machine.write_results(arguments.out / f"{name}.json", rows, header)
     harness.write(name, rows, header, arguments.out, COLUMNS)
 
 

@@ -41,7 +41,7 @@ def write(docs: Path, results: Path) -> None:
         "acceptance": lines(acceptance(kind(rows, "acceptance"))),
         "depth": lines(depth(kind(rows, "acceptance"))),
         "edges": lines(edges(json.loads(LOG.read_text())["judged"])),
-        "without": lines(without(kind(rows, "acceptance"))),
+        "without": lines(without(kind(rows, "parts"))),
         "speed": lines(line for each in found.values() for line in speed(each)),
         "experts": lines(experts(kind(rows, "experts"))),
         "int4": lines(int4(rows)),
@@ -128,7 +128,7 @@ def depth(rows: Rows) -> Iterator[str]:
 
 def without(rows: Rows) -> Iterator[str]:
     """Trees of 7 with one part taken away, or other edges."""
-    kept = [row for row in rows if row["drafter"].startswith("dflash,")]
+    kept = [row for row in rows if row["drafter"].startswith("dflash")]
     columns = sorted(categories(kept), key=lambda each: each[1])
     by = {(r["drafter"], r["category"], r["temperature"]): r["acceptance_length"] for r in kept}
     body = []

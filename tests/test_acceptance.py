@@ -58,9 +58,9 @@ def test_every_run_makes_an_engine_that_agrees(tmp_path):
     few = {"code": prompts["code"], "prose": prompts["prose"]}
     acceptance.TOKENS, tokens = 6, acceptance.TOKENS
     try:
-        rows = [*acceptance.acceptance(arguments, few)]
+        rows = [*acceptance.acceptance(arguments, few), *acceptance.parts(arguments, few)]
     finally:
         acceptance.TOKENS = tokens
-    assert len(rows) == 2 * (1 + len(acceptance.RUNS) + len(acceptance.PARTS))
+    assert len(rows) == 2 * (2 + len(acceptance.RUNS) + len(acceptance.PARTS))
     text = "\n".join(acceptance_report.acceptance(acceptance_report.kind(rows, "acceptance")))
     assert "DFlash, tree, 63" in text and "prompt look-up" in text
