@@ -4,9 +4,9 @@
     python benchmarks/acceptance.py --report        # reports what benchmarks/results/ holds
 
 prompts.json holds 200 prompts a category. A row of kind "acceptance" is one drafter's figures over
-a category, its tokens compared with plain decoding's; of kind "parts" the same with a part of its scores
-taken away; of kind "speed" of one sequence at a time; of
-kinds "experts" and "int4", see acceptance_model.py. Standard errors are over prompts (bootstrap).
+a category, its tokens compared with plain decoding's; of kind "parts" the same, with a part of its
+scores taken away; of kind "speed" of one sequence at a time; of kinds "experts" and "int4", see
+acceptance_model.py. Standard errors are over prompts (bootstrap).
 """
 
 import json
@@ -69,7 +69,7 @@ def without(part: str, **scores: float) -> Run:
     return Run(f"dflash, without {part}", config, "best-first", 7)
 
 
-RUNS = [Run("ngram", "ngram", "best-first", 7), CHAIN, *TREES, AUTO]
+RUNS = [Run("ngram", "ngram", "best-first", 7), CHAIN, *TREES]
 PARTS = [
     Run("dflash, as shipped", DflashConfig(), "best-first", 7),
     without("coupling", b=0),
