@@ -27,7 +27,7 @@ from kdtree.drafters import DflashConfig, DrafterConfig
 HERE = Path(__file__).parent
 TOKENS = 128  # decoded a prompt
 DEPTHS = 7  # of the demo drafter
-FEWER = 40  # prompts a category for a drafter with a part taken away
+FEWER = 24  # prompts a category for a drafter with a part taken away
 WARM_UP = 16
 COLUMNS = (
     *("category", "temperature", "drafter", "tree", "budget", "tokens", "acceptance_length"),
