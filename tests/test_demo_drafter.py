@@ -35,28 +35,25 @@ def test_scores_are_those_of_the_files(temperature, device, monkeypatch):
     """A round's candidates and edge scores, from the checkpoint's tensors in float64."""
     engine, seen = engine_of(device), []
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=11, ignore_eos=True)
-    whole = module.grow
-    keep = lambda state, score, candidate, *rest: (  # noqa: E731
-        seen.append((state, score, candidate)) or whole(state, score, candidate, *rest)
-    )
-    monkeypatch.setattr(module, "grow", keep)
-    drafted, plain = [], engine.drafter.draft
-    monkeypatch.setattr(
-        engine.drafter,
-        "draft",
-        lambda state: (
-            drafted.append((*plain(state), state.length.clone(), state.root().clone()))
-            or drafted[-1][:2]
-        ),
-    )
+    whole, drafted, plain = module.grow, [], engine.drafter.draft
+
+    def grow(state, score, candidate, *rest):
+        seen.append((score, candidate))
+        return whole(state, score, candidate, *rest)
+
+    def draft(state):
+        drafted.append((*plain(state), state.length.clone(), state.root().clone()))
+        return drafted[-1][:2]
+
+    monkeypatch.setattr(module, "grow", grow)
+    monkeypatch.setattr(engine.drafter, "draft", draft)
     engine.generate(PROMPTS[0], params)
     files = DEMO / "drafter"
     fitted = json.loads((files / "config.json").read_text())["kdtree_scores"]
     w = {name: x.double().numpy() for name, x in load_file(files / "model.safetensors").items()
          if name.startswith("candidate_selector")}  # fmt: skip
-    for (hidden, logits, length, root), (_, score, candidate) in zip(
-        drafted[:3], seen, strict=False
-    ):
+    assert len(drafted) == len(seen) >= 3
+    for (hidden, logits, length, root), (score, candidate) in zip(drafted, seen, strict=True):
         candidate, got = candidate[0].cpu().numpy(), score[0].exp().double().cpu().numpy()
         q = np.log(softmax(logits[0].double().cpu().numpy(), -1))
         h = hidden[0].double().cpu().numpy() @ w["candidate_selector.hidden_projection.weight"].T

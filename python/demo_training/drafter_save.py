@@ -4,8 +4,6 @@ The matrices of its layers and of its features are INT4, group 32, as compressed
 them; norms and the selector are bfloat16. `kdtree_scores` in the config holds the fitted numbers.
 """
 
-import platform
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from demo_training.drafter_model import DraftShape
 from demo_training.drafter_scores import Law
 from demo_training.drafter_train import DraftTrainer
 from demo_training.quantize import packed
-from demo_training.save import device_name, write
+from demo_training.save import facts, write
 
 LAYER = {  # a checkpoint's names of a layer's matrices and norms
     "self_attn.q_proj": "q",
@@ -110,13 +108,5 @@ def save(out: Path, trainer: DraftTrainer, law: Law | None, log: dict) -> None:
     save_file(tensors(trainer), file, metadata={"format": "pt"})
     file.chmod(0o644)
     write(out / "config.json", config(trainer.weights.shape, trainer.target.config, law))
-    log |= dict(
-        parameters=sum(p.numel() for p in trainer.weights.parameters()),
-        plan=asdict(trainer.plan),
-        run=asdict(trainer.run),
-        torch=torch.__version__,
-        python=platform.python_version(),
-        device=device_name(trainer.device),
-        bytes={n: (out / n).stat().st_size for n in ("config.json", "model.safetensors")},
-    )
+    log |= facts(trainer, [out / "config.json", file])
     write(out / "train_log.json", log)

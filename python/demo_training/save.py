@@ -8,6 +8,7 @@ import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -195,16 +196,21 @@ def save(out: Path, trainer: Trainer, tokenizer: Tokenizer, log: dict) -> None:
         ),
     )
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    log |= dict(
+    log |= facts(trainer, sorted(out.iterdir()))
+    write(out / "train_log.json", log)
+
+
+def facts(trainer: Any, files: list[Path]) -> dict:
+    """What a log says of any training, its plan, its run and the files it made."""
+    return dict(
         parameters=sum(p.numel() for p in trainer.weights.parameters()),
         plan=asdict(trainer.plan),
         run=asdict(trainer.run),
         torch=torch.__version__,
         python=platform.python_version(),
         device=device_name(trainer.device),
-        bytes={p.name: p.stat().st_size for p in sorted(out.iterdir())},
+        bytes={path.name: path.stat().st_size for path in files},
     )
-    write(out / "train_log.json", log)
 
 
 def device_name(device: torch.device) -> str:
