@@ -1,0 +1,52 @@
+// What the tensor-core kernels share: mma.m16n8k16 on bf16, asynchronous copies, INT4 codes as bf16.
+//
+// Weights are A (16 outputs x 16 inputs), rows are B (16 inputs x 8 rows), so that one row fills an
+// eighth of a tile where a tile of 16 rows would leave 15 empty. Lane 4 * g + t holds
+//
+//   a[0] outputs g,     inputs 2t, 2t + 1        b[0] row g, inputs 2t, 2t + 1
+//   a[1] outputs g + 8, inputs 2t, 2t + 1        b[1] row g, inputs 2t + 8, 2t + 9
+//   a[2] outputs g,     inputs 2t + 8, 2t + 9    c[0], c[1] output g, rows 2t, 2t + 1
+//   a[3] outputs g + 8, inputs 2t + 8, 2t + 9    c[2], c[3] output g + 8, rows 2t, 2t + 1
+#pragma once
+
+#include "common.cuh"
+
+namespace kdtree::cuda {
+
+// c += a b; column n of c depends on column n of b alone.
+__device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The four A registers of a word of the INT4 layout: two codes - 8 each, exact in bf16.
+// 0x4300 | code is 128 + code, whose last place is one.
+__device__ inline void int4_fragment(uint32_t word, uint32_t (&a)[4]) {
+  const __nv_bfloat162 bias = __float2bfloat162_rn(136.0f);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t code;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;"  // (word & mask) | magic
+        : "=r"(code)
+        : "r"(word >> 4 * i), "n"(0x000f000f), "n"(0x43004300));
+    const __nv_bfloat162 value = __hsub2(reinterpret_cast<const __nv_bfloat162&>(code), bias);
+    a[i] = reinterpret_cast<const uint32_t&>(value);
+  }
+}
+
+// 16 bytes to shared memory, past the first-level cache; zeros where not `valid`.
+__device__ inline void copy_async(void* to, const void* from, bool valid = true) {
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+               "r"(valid ? 16 : 0));
+}
+__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;"); }
+template <int kPending>  // groups that may still be on their way
+__device__ inline void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
+}
+
+}  // namespace kdtree::cuda
