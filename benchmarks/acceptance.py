@@ -5,8 +5,9 @@
 
 prompts.json holds 200 prompts a category. A row of kind "acceptance" is one drafter's figures over
 a category, its tokens compared with plain decoding's; of kind "parts" the same, with a part of its
-scores taken away; of kind "speed" of one sequence at a time; of kinds "experts" and "int4", see
-acceptance_model.py. Standard errors are over prompts (bootstrap).
+scores taken away; of kind "speed" of one sequence at a time; of kind "auto" the automatic budget's
+by tables of costs, see acceptance_auto.py; of kinds "experts" and "int4", see acceptance_model.py.
+Standard errors are over prompts (bootstrap).
 """
 
 import json
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
+import acceptance_auto
 import acceptance_model
 import acceptance_report
 import harness
@@ -118,7 +120,23 @@ def speed(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
             plain = results[PLAIN]
             for run, measured in results.items():
                 row = {"kind": "speed"} | facts(run, category, t) | figures(measured, plain)
+                if run is AUTO:
+                    row["costs"] = acceptance_auto.measured(engines[run].drafter.costs)
                 yield row | times(measured, plain)
+
+
+def auto(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
+    """The automatic budget over all prompts by the costs of --costs, and by Kimi-K2.6's floors."""
+    kinds, parts = [], []
+    for by, costs in acceptance_auto.tables(arguments.costs).items():
+        for category, texts in prompts.items():
+            for t in arguments.temperature:
+                of = arguments, by, costs, texts, params(len(texts), t)
+                kinds.append((category, t))
+                parts.append(acceptance_auto.Part(*of, threads=1 if arguments.jobs > 1 else 2))
+    found = acceptance_auto.run(parts, arguments.jobs)
+    for (category, t), (plain, results, told) in zip(kinds, found, strict=True):
+        yield {"kind": "auto"} | facts(AUTO, category, t) | figures(results, plain) | told
 
 
 def prompts_of(count: int) -> dict[str, list[str]]:
@@ -198,6 +216,7 @@ KINDS: dict[str, Callable[..., Iterator[dict]]] = {
     "acceptance": acceptance,
     "parts": parts,
     "speed": speed,
+    "auto": auto,
     "model": acceptance_model.rows,
 }
 
@@ -209,6 +228,13 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=8, help="of them, one at a time")
     parser.add_argument("--sequences", type=int, default=32, help="at a time, where not timed")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        help="results with the costs for kind auto",
+        default=harness.RESULTS / "acceptance_cuda.json",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes for kind auto")
     parser.add_argument("--only", nargs="+", default=list(KINDS))
     parser.add_argument("--report", action="store_true", help="measure nothing")
     arguments = parser.parse_args()

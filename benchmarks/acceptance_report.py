@@ -4,13 +4,9 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kdtree.plan import Machine, formulas, make_plan, read
+import kimi
 
 ROOT = Path(__file__).parents[1]
-KIMI = ROOT / "tests" / "data" / "kimi-k2.6" / "config.json"
-# The published drafter for Kimi-K2.6, bfloat16; it uses the target's head, [163840, 7168].
-DRAFTER_BYTES, HEAD_BYTES, DRAFTER_SUMS, BLOCK = 6.96e9, 163840 * 7168 * 2, 13, 8
-CONTEXT, GPUS = 4096, 8
 NAMES = {"none": "plain", "ngram": "prompt look-up", "dflash": "DFlash"}
 LOG = ROOT / "kdtree" / "demo" / "drafter" / "train_log.json"
 WAYS = {  # of the log: what the candidates' scores are
@@ -38,14 +34,15 @@ def write(docs: Path, results: Path) -> None:
     rows = one_of_each(each["rows"] for each in found.values())
     sections = {
         "runs": lines(machine(each) for each in found.values()),
-        "acceptance": lines(acceptance(kind(rows, "acceptance"))),
+        "acceptance": lines(acceptance(kind(rows, "acceptance") + kind(rows, "auto"))),
+        "auto": lines(auto(kind(rows, "auto"))),
         "depth": lines(depth(kind(rows, "acceptance"))),
         "edges": lines(edges(json.loads(LOG.read_text())["judged"])),
         "without": lines(without(kind(rows, "parts"))),
         "speed": lines(line for each in found.values() for line in speed(each)),
         "experts": lines(experts(kind(rows, "experts"))),
         "int4": lines(int4(rows)),
-        "projection": lines(projection(kind(rows, "acceptance"))),
+        "projection": lines(projection(rows)),
     }
     plots(docs, rows)
     text = TEXT()
@@ -89,6 +86,8 @@ def label(row: dict) -> str:
     name = NAMES.get(row["drafter"], row["drafter"].replace("dflash", "DFlash"))
     if row["drafter"] == "none":
         return name
+    if "by" in row:
+        return f"{name}, tree, auto by {row['by']}"
     tree = f"chain of {row['budget']}" if row["tree"] == "chain" else f"tree, {row['budget']}"
     return f"{name}, {tree}"
 
@@ -136,6 +135,27 @@ def without(rows: Rows) -> Iterator[str]:
         cells = [f"{v:.2f}" if (v := by.get((name, *c))) else "" for c in columns]
         body.append([name.replace("dflash", "DFlash"), *cells])
     yield from table(["tree of 7", *(f"{c}, T={t:g}" for c, t in columns)], body)
+
+
+def auto(rows: Rows) -> Iterator[str]:
+    """What the automatic budget chose, and what that is worth by its own table."""
+    body = []
+    for row in rows:
+        rounds = sum(row["chosen"].values())
+        shares = {"1": rounds - row["drafts"]} | {
+            size: n for size, n in row["chosen"].items() if size != "1"
+        }
+        told = ", ".join(f"{size}: {n / rounds:.0%}" for size, n in shares.items() if n)
+        body.append(
+            [
+                row["by"],
+                f"{row['category']}, T={row['temperature']:g}",
+                f"{row['acceptance_length']:.2f}",
+                f"{row['speedup']:.2f}",
+                told,
+            ]
+        )
+    yield from table(["costs of", "", "tokens a round", "gain", "rounds by N"], body)
 
 
 def edges(judged: dict) -> Iterator[str]:
@@ -197,14 +217,12 @@ def int4(rows: Rows) -> Iterator[str]:
 
 def projection(rows: Rows) -> Iterator[str]:
     """Kimi-K2.6 on 8 H200: floors of `plan`, acceptance lengths of the demo pair."""
-    source, gpus = read(KIMI), Machine(GPUS, 141e9, 6e9)
-    kept = [r for r in rows if r["drafter"] == "dflash" and isinstance(r["budget"], int)]
-    kept = [r for r in kept if r["category"] in ("code", "prose")]
-    sizes = sorted({1, *(row["budget"] + 1 for row in kept)})
-    made = make_plan(source.config, source.tensors, gpus, context=CONTEXT, nodes=sizes)
-    ms = {step.nodes: step.total for step in made.steps}
-    read_s = (DRAFTER_BYTES + HEAD_BYTES) / GPUS / formulas.BANDWIDTH
-    draft = 1e3 * (read_s + DRAFTER_SUMS * formulas.all_reduce_seconds(source.config, BLOCK))
+    kept = [r for r in rows if r["drafter"] == "dflash" and r["category"] in ("code", "prose")]
+    auto = [r for r in kept if r["kind"] == "auto" and r["by"] == kimi.NAME]
+    kept = [r for r in kept if r["kind"] == "acceptance"]
+    costs = kimi.costs(sorted({1, *(row["budget"] + 1 for row in kept)}))
+    ms = {size: 1e3 * seconds for size, seconds in costs.rounds.items()}
+    draft = 1e3 * costs.draft
     body = [["plain", "1", f"{ms[1]:.2f}", "", *[f"{1e3 / ms[1]:.0f} (1.00)"] * 2]]
     for tree, budget in dict.fromkeys((row["tree"], row["budget"]) for row in kept):
         of = [r for r in kept if (r["tree"], r["budget"]) == (tree, budget)]
@@ -217,6 +235,12 @@ def projection(rows: Rows) -> Iterator[str]:
         body.append(
             [label(of[0]), str(budget + 1), f"{ms[budget + 1]:.2f}", f"{draft:.2f}", *cells]
         )
+    cells = []
+    for t in (0, 1):
+        gains = [row["speedup"] for row in auto if row["temperature"] == t]
+        gain = sum(gains) / max(1, len(gains))
+        cells.append(f"{1e3 / ms[1] * gain:.0f} ({gain:.2f})")
+    body.append(["DFlash, tree, auto", "any", "", f"{draft:.2f}", *cells])
     heads = ["", "N", "verify, ms", "draft, ms", "tokens/s, T=0", "tokens/s, T=1"]
     yield from table(heads, body)
 

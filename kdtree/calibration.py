@@ -13,7 +13,7 @@ from kdtree.tree import MAX_DEPTH, TokenTree
 
 PRIOR = 1.0  # drafts as good as claimed that are counted before any is seen
 POOLED = 3.0  # drafts of a depth that count as much as those of all depths
-FADE, FORGET = 0.03, 0.002  # of a count, by a draft that adds to it, and by a round in any case
+FADE, FORGET = 0.03, 0.002  # of a count, by a draft that adds to it, and by one in any case
 KINDS = 3  # of nodes: on the spine, beside it, below what is beside it
 
 
@@ -84,10 +84,6 @@ class Calibration:
         accepted = np.bincount(cell, walked[offered], cells)
         self.count *= 1 - FORGET - FADE * claimed.clip(max=1)
         self.count += claimed, accepted
-
-    def forget(self) -> None:
-        """A round without a draft went by."""
-        self.count *= 1 - FORGET
 
     def _factor(self) -> np.ndarray:
         """Log of accepted over claimed, by cell. What a kind has shown at all depths is what is

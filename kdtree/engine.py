@@ -14,13 +14,13 @@ from threading import Lock
 import torch
 
 from kdtree import options
-from kdtree.budget import automatic
 from kdtree.cache import KvCache
 from kdtree.checks import flag, whole
 from kdtree.config import load as load_config
 from kdtree.costs import Costs
 from kdtree.drafters import Drafter, DrafterConfig, Setup
 from kdtree.errors import NumericsError
+from kdtree.measure import automatic
 from kdtree.models import load_model
 from kdtree.options import Prompt
 from kdtree.outputs import Chunk, Result

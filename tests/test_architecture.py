@@ -24,7 +24,8 @@ SOURCES = [
 
 # A module may import those left of it, never those right of it.
 LAYERS = """errors checks files config sampling outputs ops text tree cache weights layers models
-plan verify state drafters request record phases costs calibration budget options engine cli
+plan verify state drafters request record phases costs calibration policy budget
+measure options engine cli
 __main__""".split()
 
 

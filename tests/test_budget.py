@@ -12,9 +12,11 @@ from test_engine import Case, engine_of, outcome
 from variants import variant
 
 from kdtree import Costs, Engine, NgramConfig, OracleConfig, SamplingParams
-from kdtree.budget import AutoBudget, best_size
+from kdtree.budget import AutoBudget
 from kdtree.calibration import Calibration, Nodes
-from kdtree.costs import measure, sizes_up_to
+from kdtree.costs import sizes_up_to
+from kdtree.measure import measure
+from kdtree.policy import Policy
 from kdtree.state import State
 from kdtree.tree import TokenTree
 
@@ -53,9 +55,21 @@ def test_chooses_what_trying_every_size_finds(table, sequences):
     assert chosen == {8} if table == "cliff" else len(chosen) > 1
 
 
-def test_looks_beyond_a_dip():
-    assert best_size([1, 1.2, 1.5, 5.0], [1, 2, 3, 4]) == 3
-    assert best_size([1, 2, 2, 2], [1, 2, 2, 2]) == 0
+@pytest.mark.parametrize(
+    "chances, seconds, size",
+    [
+        ([0.2, 0.15, 0.15, 3.5], [1, 2, 3, 4], 16),
+        ([1, 0, 0, 0], [1, 2, 2, 2], 2),
+        ([0.1] * 4, [2] * 4, 16),
+    ],
+)
+def test_looks_at_every_size(chances, seconds, size):
+    """Beyond a dip; the first of equals. chances: tokens that 1, 2, 4 and 8 more nodes bring"""
+    sizes = (1, 2, 4, 8, 16)
+    policy = Policy(Costs(dict(zip(sizes, [1, *seconds], strict=True))), 16)
+    nodes = Nodes.of(TokenTree.root(torch.zeros(1, dtype=torch.int64)))
+    policy.calibration.expected = lambda _: np.repeat(np.cumsum([1, *chances]), [1, 1, 2, 4, 8])
+    assert policy.choose(nodes) == size
 
 
 def test_the_first_nodes_are_the_smaller_tree(rng):
@@ -81,7 +95,7 @@ def test_learns_how_often_drafts_come_true(skill, sequences):
     flat = {1: 1.0, 64: 1.0001}  # always the largest tree
     run = auto(skill, flat, 0.0, sequences=sequences).run(600, skill)
     before = run.tokens
-    calibration = run.drafter.calibration
+    calibration = run.drafter.policy.calibration
     expected = []
     for _ in range(300):
         tree = run.drafter.drafter.propose(run.state)
@@ -115,8 +129,6 @@ def test_counts_by_depth_and_kind():
     assert accepted[:2].ravel().tolist() == [0, 1, 0, 0, 0, 0]
     calibration.observe(nodes.first(3), path)  # node 4 was not verified: no more is known of it
     assert calibration.count[0, 5] == pytest.approx(0.2 * (1 - 0.002))
-    calibration.forget()
-    assert calibration.count[0, 5] == pytest.approx(0.2 * (1 - 0.002) ** 2)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -148,13 +160,13 @@ def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
     assert run.sizes[400] > 1 and run.sizes[-20:].count(1) == 0
 
 
-def test_a_drafter_with_nothing_to_say_is_soon_asked_again():
-    """Padding costs a draft in nine rounds at most, and does not count as a draft that failed."""
-    skill = SKILLS["good"]
-    run = auto(skill, TABLES["cliff"], 0.4)
+def test_a_drafter_with_nothing_to_say_costs_little():
+    """And is asked again: what its draft costs is all that it may lose."""
+    skill, costs = SKILLS["good"], TABLES["cliff"]
+    run = auto(skill, costs, 0.1)
     spoken, run.drafter.drafter.skill = skill.claims, Skill(0.85, claims=(0.0,) * 4)
-    run.run(90, skill)
-    assert run.drafter.drafter.drafts == 10 and set(run.sizes) == {1}
+    run.run(300, skill)
+    assert 20 < run.drafter.drafter.drafts < 40
     run.drafter.drafter.skill = Skill(0.85, claims=spoken)
     run.run(40, skill)
     assert run.sizes[-30:].count(1) == 0
@@ -189,15 +201,28 @@ def test_outputs_do_not_depend_on_the_choice(number, table, device):
         assert sum(engine.drafter.chosen.values()) > 0
 
 
+def test_a_slow_draft_is_seen(device, monkeypatch):
+    engine = engine_of("base", device, "float32", "ngram", budget=7)
+    propose = engine.drafter.propose
+
+    def slowly(state):
+        time.sleep(0.05)
+        return propose(state)
+
+    monkeypatch.setattr(engine.drafter, "propose", slowly)
+    costs = measure(engine.model, engine.cache, engine.state, engine.drafter)
+    assert costs.draft >= 0.05
+
+
 def test_measures_its_costs(device):
     began = time.perf_counter()
     drafter = NgramConfig(budget=40)
     engine = engine_of("base", device, "float32", drafter, batch=2, budget="auto")
-    assert time.perf_counter() - began < 30  # 2 s, on a machine with nothing else to do
+    assert time.perf_counter() - began < 120  # 2 s, on a machine with nothing else to do
     rounds = engine.drafter.costs.rounds
     assert list(rounds) == [1, 2, 4, 8, 12, 16, 24, 32, 41]
     assert all(0 < seconds < 1 for seconds in rounds.values())
-    assert engine.drafter.costs.draft is None
+    assert 0 < engine.drafter.costs.draft < 1
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     got = engine.generate([[1, 2, 3], [4, 5]], params)
     want = engine_of("base", device, "float32").generate([[1, 2, 3], [4, 5]], params)
@@ -220,7 +245,8 @@ def test_times_full_trees_after_one_context(device):
             return engine.model(step, cache, taps)
 
     measure(Watched(), engine.cache, engine.state, Drafting(Skill(0.5), 64, False, 2))
-    assert list(seen.values()) == [set(sizes_up_to(64)) - {1}]
+    [timed] = [sizes for sizes in seen.values() if sizes != {8}]  # those of 8 are with a draft
+    assert timed == set(sizes_up_to(64)) - {1}
     assert 0 not in seen
 
 
@@ -242,13 +268,18 @@ def test_nothing_to_choose(device):
 @pytest.mark.parametrize(
     "rounds, draft, message",
     [
-        ({2: 1.0}, None, ["rounds has the sizes [2], wants 1 among them"]),
-        ({1: 1.0, 65: 2.0}, None, ["rounds is 65, wants 1 to 64"]),
-        ({1: 0.0}, None, ["rounds[1] is 0.0, wants a finite number above 0"]),
-        ({1: 1.0, 8: float("nan")}, None, ["rounds[8] is nan"]),
+        ({2: 1.0}, 0.0, ["rounds has the sizes [2], wants 1 among them"]),
+        ({1: 1.0, 65: 2.0}, 0.0, ["rounds is 65, wants 1 to 64"]),
+        ({1: 0.0}, 0.0, ["rounds[1] is 0.0, wants a finite number above 0"]),
+        ({1: 1.0, 8: float("nan")}, 0.0, ["rounds[8] is nan"]),
         ({1: 1.0}, -1.0, ["draft is -1.0, wants a finite number of at least 0"]),
     ],
 )
 def test_refuses_costs_that_are_none(rounds, draft, message):
     with says(ValueError, *message):
         Costs(rounds, draft)
+
+
+def test_refuses_costs_without_a_size_to_choose():
+    with says(ValueError, "rounds has the sizes [1, 9], wants one from 2 to the 8 nodes"):
+        AutoBudget(Drafting(Skill(0.5), 8, False), Costs({1: 1.0, 9: 2.0}))

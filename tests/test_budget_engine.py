@@ -1,16 +1,12 @@
-"""The automatic budget in the loop: what the drafter hears of, and the clock."""
-
-import time
+"""The automatic budget in the loop: what the drafter hears of."""
 
 import pytest
 import torch
 from dflash_watched import Watched
-from simulated import TABLES, Drafting, Simulation, fixed
-from test_budget import SKILLS
 from test_engine import engine_of, outcome
 
-from kdtree import Costs, DflashConfig, SamplingParams, budget
-from kdtree.budget import AutoBudget, joined
+from kdtree import Costs, DflashConfig, SamplingParams, budget, policy
+from kdtree.budget import joined
 from kdtree.drafters import NoneConfig
 from kdtree.tree import Path
 
@@ -25,7 +21,7 @@ PROMPTS = [[5, 6, 7], [8] * 30, [9, 1], list(range(20, 60))]
 def test_the_drafter_hears_of_rounds_without_a_draft(name, batch, device, monkeypatch):
     """Its cache holds what is committed, in order, whenever it is asked (the watcher looks), and
     gives the blocks that it gives where it hears of every round at once."""
-    monkeypatch.setattr(budget, "LONGEST", 7)
+    monkeypatch.setattr(policy, "RISK", 1.0)
     monkeypatch.setattr(budget, "HELD", 5)
     told, at_once = Watched(DflashConfig()), Watched(DflashConfig(), NoneConfig())
     engine = engine_of(name, device, "float32", told, batch, budget=Costs(TABLE, 9.0))
@@ -51,44 +47,3 @@ def test_joins_paths_of_one_node():
     assert got.node.tolist() == [[0, 1, 2], [0, 1, -1]] and got.node.dtype == torch.int32
     assert got.length.tolist() == [3, 2] and got.length.dtype == torch.int32
     assert got.token.tolist() == [[5, 6, 9], [7, 8, 0]] == got.logprob.tolist()
-
-
-class Clock(Simulation):
-    """Rounds take what they take, now and then much more, whatever the budget was told."""
-
-    now = 0.0
-
-    def run(self, rounds, skill):
-        inner = self.drafter.drafter
-        propose = inner.propose
-
-        def drafting(state):
-            self.now += self.draft
-            return propose(state)
-
-        inner.propose = drafting
-        for _ in range(rounds):
-            super().run(1, skill)
-            hiccup = float(torch.rand(1, generator=self.rng)) < 0.05
-            self.now += self.costs[self.sizes[-1]] * (9 if hiccup else 1)
-        inner.propose = propose
-        return self
-
-
-@pytest.mark.parametrize("measured", [0.2, 1.0, 5.0])
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("skill", SKILLS)
-def test_finds_out_what_rounds_take(skill, table, measured, monkeypatch):
-    """Measured while the machine was faster, or slower; a draft's time is not told at all. Over
-    twelve texts of about 128 tokens: some rounds of the first one teach."""
-    skill, costs = SKILLS[skill], TABLES[table]
-    draft = 0.4 * costs[1]
-    told = Costs({n: measured * each for n, each in costs.items()})
-    run = Clock(AutoBudget(Drafting(skill, 64, False), told), costs, draft)
-    monkeypatch.setattr(time, "perf_counter", lambda: run.now)
-    for text in range(1, 13):
-        run.drafter.start(0, 0, [1])
-        while run.tokens < 128 * text:
-            run.run(1, skill)
-    chain = fixed(skill, costs, draft, 8, chain=True).run(600, skill).speed
-    assert run.speed > 0.96 * max(1 / costs[1], chain)

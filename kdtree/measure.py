@@ -1,0 +1,128 @@
+"""The costs of rounds, measured on the engine's own model and drafter."""
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from kdtree import ops
+from kdtree.budget import AutoBudget
+from kdtree.cache import KvCache
+from kdtree.costs import Costs, sizes_up_to
+from kdtree.drafters import Drafter
+from kdtree.record import to_host
+from kdtree.sampling import SamplingParams
+from kdtree.state import State
+from kdtree.tree import MAX_DEPTH, Path, TokenTree
+from kdtree.verify import verify
+
+CANDIDATES = 16  # of a depth of the trees that are timed
+REPEATS = 7  # of each size, and of a draft, where the time allows
+TEXT_SECONDS, TREE_SECONDS = 0.4, 1.0  # that measuring may take, but for one round of each size
+TEXT = 8  # tokens that are written in any case, where there is room: half are a tree's depth
+USUAL = 8  # nodes of the tree with which a draft is timed
+
+
+def automatic(
+    drafter: Drafter, budget: Costs | str, model: nn.Module, cache: KvCache, state: State
+) -> Drafter:
+    """The drafter cut by Costs, or by what is measured now; itself where it has nothing to cut."""
+    if drafter.nodes == 1:
+        return drafter
+    costs = budget if isinstance(budget, Costs) else measure(model, cache, state, drafter)
+    return AutoBudget(drafter, costs)
+
+
+def measure(model: nn.Module, cache: KvCache, state: State, drafter: Drafter) -> Costs:
+    """The costs of rounds, by the sizes that the drafter's trees may be cut to, in about 2 s.
+
+    The context is short. The trees are of the model's own making, and as a good drafter's would be:
+    siblings share experts. The drafter is new; what it and the cache held is lost.
+    """
+    sizes = sizes_up_to(drafter.nodes)
+    with torch.no_grad():
+        rounds = _Rounds(model, cache, state.max_seq_len, drafter)
+        tree = rounds.write(drafter.nodes)
+        usual = next(size for size in sizes if size >= min(USUAL, sizes[-1]))
+        draft = rounds.draft(usual)
+        took = {size: [] for size in sizes}
+        for size in sizes:  # the first of its size may build something
+            rounds.again(tree.first(size))
+        end = time.perf_counter() + TREE_SECONDS
+        for _ in range(REPEATS):
+            for size in sizes:
+                took[size].append(rounds.again(tree.first(size)))
+            if time.perf_counter() > end:
+                break
+        cache.context.zero_()
+    least = {size: min(each) for size, each in took.items()}
+    # None costs more than a larger one: what seems to was disturbed, or can be padded to that.
+    least = {size: min(least[n] for n in sizes if n >= size) for size in sizes}
+    return Costs(least, draft)
+
+
+class _Rounds:
+    """Rounds that nobody asked for, of all sequences at once, in a state of their own."""
+
+    def __init__(self, model: nn.Module, cache: KvCache, max_seq_len: int, drafter: Drafter):
+        self.model, self.cache, self.drafter = model, cache, drafter
+        sequences = cache.context.shape[0]
+        self.state = State(sequences, max_seq_len, cache.context.device)
+        for b in range(sequences):  # each its own text, so that it takes its own experts
+            root = (1 + b) * 7919 % model.config.vocab
+            self.state.start(b, [root], SamplingParams(), [])
+        self.cache.context.zero_()
+        self.room = max_seq_len - 1
+        self.context = 0  # that `again` begins from
+
+    def run(self, tree: TokenTree) -> tuple[Tensor, Path, Tensor | None]:
+        """A round, to its record on the host: the logits of its nodes, its path and taps."""
+        self.state.active.fill_(True)
+        step = self.cache.place(tree)
+        hidden, taps = self.model(step, self.cache, self.drafter.taps)
+        logits = self.model.logits(hidden)
+        path = verify(tree, step, logits, self.state.sampling)
+        self.cache.commit(path)
+        to_host(self.state.commit(path))
+        return logits, path, taps
+
+    def again(self, tree: TokenTree) -> float:
+        """Seconds of a round with this tree after the same context."""
+        self.cache.context.fill_(self.context)
+        self.state.length.fill_(1 + self.context)
+        began = time.perf_counter()
+        self.run(tree)
+        return time.perf_counter() - began
+
+    def write(self, nodes: int) -> TokenTree:
+        """Writes a greedy text, of which the drafter hears. Its first half is the context; of the
+        second, the best-first tree by the model's own probabilities."""
+        best, end = [], time.perf_counter() + TEXT_SECONDS
+        while len(best) < min(2 * MAX_DEPTH, self.room):
+            logits, path, taps = self.run(TokenTree.root(self.state.root()))
+            self.drafter.commit(path, taps)
+            best.append(ops.top_logprobs(logits[:, 0], min(CANDIDATES, logits.shape[2])))
+            if time.perf_counter() > end and len(best) >= TEXT:
+                break
+        self.context = len(best) // 2
+        score, token = (torch.stack(x, 1) for x in zip(*best[self.context :], strict=True))
+        root = self.state.token[:, self.context].contiguous()
+        score, token = score[:, :MAX_DEPTH].contiguous(), token[:, :MAX_DEPTH].contiguous()
+        return TokenTree.build(score, token, root, nodes - 1, False)
+
+    def draft(self, size: int) -> float:
+        """Seconds of a draft, its cut to this size and its commit; the text goes on."""
+        always = AutoBudget(self.drafter, Costs({1: 1.0, size: 1e-9}))
+        took = []
+        while not took or (len(took) < REPEATS and self._left() > MAX_DEPTH):
+            began = time.perf_counter()
+            tree = always.propose(self.state)  # to the host, what the last commit left to do too
+            proposed = time.perf_counter()
+            _, path, taps = self.run(tree)
+            ran = time.perf_counter()
+            always.commit(path, taps)
+            took.append(proposed - began + time.perf_counter() - ran)
+        return min(took)
+
+    def _left(self) -> int:
+        return self.room - int(self.state.length.max())
