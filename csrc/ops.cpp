@@ -61,8 +61,8 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       " Tensor b, Tensor c) -> Tensor");
   m.def("top_logprobs(Tensor logits, int k) -> (Tensor, Tensor)");
   m.def(
-      "tree_build(Tensor score, Tensor candidate, Tensor root, int budget, bool chain_seed)"
-      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "tree_build(Tensor score, Tensor candidate, Tensor root, int budget, bool chain_seed,"
+      " Tensor? active) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "sample(Tensor logits, Tensor position, Tensor seed, Tensor temperature, Tensor top_k,"
       " Tensor top_p, Tensor min_p, Tensor? raw) -> (Tensor, Tensor, Tensor)");
