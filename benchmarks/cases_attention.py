@@ -81,28 +81,6 @@ def _ancestors(N: int) -> tuple[list[int], np.ndarray]:
     return [word - 2**64 if word >= 2**63 else word for word in words], mask
 
 
-def block_attention(b: Bench) -> Iterator[Case]:
-    """A drafter's block of 8 slots, with 8 query heads or fewer to a key head."""
-    s, N = b.size, 8
-    H, G, width = s.H, min(8, s.H // 4), s.P
-    for S in s.contexts:
-        q, k, v = b.rand(1, N, H, width), b.rand(1, N, G, width), b.rand(1, N, G, width)
-        cached = [b.copies(b.rand(1, S, G, width)) for _ in range(2)]
-        length, scale = b.tensor([S]), width**-0.5
-
-        def ours(ck, cv, q=q, k=k, v=v, length=length, scale=scale):
-            return ops.block_attention(q, k, v, ck, cv, length, 0, False, scale)
-
-        def theirs(ck, cv, q=q, k=k, v=v):
-            return eager.block_attention(q, k, v, ck, cv)
-
-        run, plain = turning(ours, *cached), turning(theirs, *cached)
-        b.close("block_attention", run(), plain())
-        moved = 2 * ((S + N) * G + N * H) * width * b.e
-        flops = 4 * N * H * (S + N) * width
-        yield Case({"B": 1, "H": H, "S": S, "N": N}, run, moved, flops, ("eager", plain))
-
-
 def kv_compact(b: Bench) -> Iterator[Case]:
     s, J, S = b.size, 8, 100
     cache = b.rand(s.L, 4, 64, s.C + s.R)

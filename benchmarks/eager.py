@@ -86,11 +86,58 @@ def mla_attention(
     return (weights @ keys[:, :latent]).view(1, N, H, latent)
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor) -> Tensor:
+def block_embed(token: Tensor, length: Tensor, table: Tensor, mask: Tensor, slots: int) -> Tensor:
+    root = token.gather(1, (length - 1)[:, None].long())[:, 0]
+    rows = mask.repeat(len(token), slots, 1)
+    rows[:, 0] = F.embedding(root, table)
+    return rows
+
+
+def turned(x: Tensor, norm: Tensor, eps: float, rope: Tensor, start: int) -> Tensor:
+    """Heads [T, heads, width], normed and rotated, at the positions from `start` on."""
+    position = torch.arange(start, start + len(x), device=x.device)
+    return rotate(F.rms_norm(x.float(), norm.shape, norm.float(), eps), rope, position).to(x.dtype)
+
+
+def block_attention(qkv: Tensor, norm: Tensor, eps: float, rope: Tensor, cache: Tensor) -> Tensor:
     """Every slot sees all of the cache and of the block; tensors as ops.block_attention's."""
-    keys, values = torch.cat([cache_k, k], 1), torch.cat([cache_v, v], 1)
-    heads = (x.transpose(1, 2) for x in (q, keys, values))
-    return F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2)
+    S, G = cache.shape[1], cache.shape[3]
+    q, k, v = qkv[0].split([qkv.shape[2] - 2 * G, G, G], 1)
+    q, k = turned(q, norm, eps, rope, S), turned(k, norm, eps, rope, S)
+    keys, values = torch.cat([cache[0, :, 0], k]), torch.cat([cache[0, :, 1], v])
+    heads = (x.transpose(0, 1) for x in (q, keys, values))
+    return F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(0, 1)[None]
+
+
+def block_append(
+    cache: Tensor, kv: Tensor, norm: Tensor, eps: float, rope: Tensor, start: int
+) -> None:
+    """All of kv's nodes, one norm for all layers; tensors as ops.block_append's."""
+    layers, n = cache.view(kv.shape[2], -1, *cache.shape[1:]), kv.shape[1]
+    for layer, (k, v) in zip(layers, kv[0].permute(1, 2, 0, 3, 4), strict=True):
+        layer[start : start + n, 0] = turned(k, norm, eps, rope, start)
+        layer[start : start + n, 1] = v
+
+
+def block_conv(x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
+    """One block."""
+    kernel = base.float() + dynamic.float().repeat_interleave(x.shape[1] // dynamic.shape[2], -1)
+    y = torch.zeros(x.shape, device=x.device)
+    for t in range(len(base)):
+        y[t:] += kernel[t:, t] * x[: len(x) - t].float()
+    return y.to(x.dtype)
+
+
+def edge_scores(
+    score: Tensor, candidate: Tensor, root: int, below: float, direction: Tensor,
+    before: Tensor, after: Tensor,
+) -> Tensor:  # fmt: skip
+    """The selector alone, its weight and sharpening 1. below: what edges are divided by"""
+    from_ = torch.cat([torch.full_like(candidate[:, :1], root), candidate[:, :-1]], 1)
+    edge = (before[from_].float() * direction[:, :, None]) @ after[candidate].float().mT
+    moved = score[:, :, None] + edge / below
+    mass = score.logsumexp(2, keepdim=True)[..., None]
+    return moved - moved.logsumexp(3, keepdim=True) + mass
 
 
 def kv_compact(cache: Tensor, source: Tensor, target: Tensor) -> None:

@@ -5,9 +5,6 @@
 
 namespace kdtree {
 
-inline constexpr int kBlockParts = 32;  // runs of keys that block_attention splits at most into
-inline constexpr int kBlockTile = 32;   // keys of a tile of it
-
 // q[t, h] = (nope | rope): out[t, h, :C] = w_uk[h] nope, out[t, h, C:] = rotate(rope, position[t])
 struct MlaQueryParams {
   const void* q;            // [T, H, P + R], rows q_stride elements apart
@@ -64,26 +61,6 @@ struct MlaAttentionParams {
   int B, N, H, C, R, max_pages;
   float scale;
   DType dtype;  // of q, cache and out
-};
-
-// Attention of a drafted block. Slot i of sequence b stands at position length[b] + i and attends to
-// the cached positions, p at row p % S, and to the block's slots: all, or where causal up to its own;
-// with a window to less than `window` positions away. Query head h has key head h / (H / kv_heads).
-//   out[b, i, h] = softmax_j(scale * q[b, i, h] . key[j]) . value[j]; what no slot sees is not read.
-struct BlockAttentionParams {
-  const void* q;          // [B, N, H, width], contiguous
-  const void* k;          // [B, N, kv_heads, width], contiguous
-  const void* v;          // [B, N, kv_heads, width], contiguous
-  const void* cache_k;    // [B, S, kv_heads, width], contiguous
-  const void* cache_v;    // [B, S, kv_heads, width], contiguous
-  const int32_t* length;  // [B], taken as 0 below that, and without a window as S beyond that
-  void* out;              // [B, N, H, width], contiguous
-  void* workspace;        // see block_attention_workspace in ops_attention.cpp
-  int64_t workspace_bytes;
-  int B, N, S, H, kv_heads, width, window;  // N slots; window <= S + 1, 0 for none
-  float scale;
-  bool causal;
-  DType dtype;  // of q, k, v, both caches and out
 };
 
 // Row token slot context[b] + path[b, i] moves to slot context[b] + i, for i < length[b], all

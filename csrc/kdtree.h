@@ -176,6 +176,7 @@ struct TreeBuildParams {
                              // depth j + 1 after m at depth j; at j = 0 only m = 0 is read
   const int64_t* candidate;  // [B, J, M]: token of each candidate
   const int64_t* root;       // [B]: token of node 0
+  const bool* active;        // [B], may be null; where false all nodes are missing
   int64_t* token;            // [B, N]
   int32_t* parent;           // [B, N]; -1 at the root
   int32_t* depth;            // [B, N]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "draft.h"
 #include "kdtree.h"
 
 namespace kdtree {
@@ -18,9 +19,13 @@ void moe_experts(const MoeExpertsParams&, Stream);
 void mla_query(const MlaQueryParams&, Stream);
 void mla_append(const MlaAppendParams&, Stream);
 void mla_attention(const MlaAttentionParams&, Stream);
+void block_embed(const BlockEmbedParams&, Stream);
 void block_attention(const BlockAttentionParams&, Stream);
+void block_append(const BlockAppendParams&, Stream);
+void block_conv(const BlockConvParams&, Stream);
 void kv_compact(const KvCompactParams&, Stream);
 void draft_logits(const DraftLogitsParams&, Stream);
+void edge_scores(const EdgeScoresParams&, Stream);
 void top_logprobs(const TopLogprobsParams&, Stream);
 void tree_build(const TreeBuildParams&, Stream);
 void sample(const SampleParams&, Stream);
@@ -39,9 +44,13 @@ void moe_experts(const MoeExpertsParams&, Stream);
 void mla_query(const MlaQueryParams&, Stream);
 void mla_append(const MlaAppendParams&, Stream);
 void mla_attention(const MlaAttentionParams&, Stream);
+void block_embed(const BlockEmbedParams&, Stream);
 void block_attention(const BlockAttentionParams&, Stream);
+void block_append(const BlockAppendParams&, Stream);
+void block_conv(const BlockConvParams&, Stream);
 void kv_compact(const KvCompactParams&, Stream);
 void draft_logits(const DraftLogitsParams&, Stream);
+void edge_scores(const EdgeScoresParams&, Stream);
 void top_logprobs(const TopLogprobsParams&, Stream);
 void tree_build(const TreeBuildParams&, Stream);
 void sample(const SampleParams&, Stream);

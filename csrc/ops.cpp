@@ -1,5 +1,6 @@
 // The library's schemas, in one table, and the threads that its CPU kernels borrow from torch. The
-// ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_attention.cpp and ops_tree.cpp.
+// ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_attention.cpp, ops_draft.cpp and
+// ops_tree.cpp.
 #include "ops.h"
 
 #include "cpu/common.h"
@@ -37,19 +38,31 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       "mla_attention(Tensor q, Tensor cache, Tensor block_table, Tensor context, Tensor? ancestors,"
       " int latent, float scale) -> Tensor");
   m.def(
-      "block_attention(Tensor q, Tensor k, Tensor v, Tensor cache_k, Tensor cache_v, Tensor length,"
-      " int window, bool causal, float scale) -> Tensor");
-  m.def(
       "kv_compact(Tensor(a!) cache, Tensor block_table, Tensor context, Tensor path, Tensor length)"
       " -> ()");
+
+  m.def(
+      "block_embed(Tensor token, Tensor length, Tensor table, Tensor mask, int slots, float scale)"
+      " -> Tensor");
+  m.def(
+      "block_attention(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor rope,"
+      " Tensor cache, Tensor length, int window, bool causal, float scale) -> Tensor");
+  m.def(
+      "block_append(Tensor(a!) cache, Tensor kv, Tensor k_norm, float eps, Tensor rope,"
+      " Tensor start, Tensor? path, Tensor? kept, int[] rows, int first) -> ()");
+  m.def("block_conv(Tensor x, Tensor dynamic, Tensor base, int slots) -> Tensor");
+  m.def(
+      "edge_scores(Tensor score, Tensor candidate, Tensor token, Tensor length, Tensor temperature,"
+      " Tensor a, Tensor c, Tensor? more, Tensor? weight, Tensor? direction, Tensor? before,"
+      " Tensor? after) -> Tensor");
 
   m.def(
       "draft_logits(Tensor logits, Tensor position, Tensor seed, Tensor temperature, Tensor a,"
       " Tensor b, Tensor c) -> Tensor");
   m.def("top_logprobs(Tensor logits, int k) -> (Tensor, Tensor)");
   m.def(
-      "tree_build(Tensor score, Tensor candidate, Tensor root, int budget, bool chain_seed)"
-      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "tree_build(Tensor score, Tensor candidate, Tensor root, int budget, bool chain_seed,"
+      " Tensor? active) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "sample(Tensor logits, Tensor position, Tensor seed, Tensor temperature, Tensor top_k,"
       " Tensor top_p, Tensor min_p, Tensor? raw) -> (Tensor, Tensor, Tensor)");

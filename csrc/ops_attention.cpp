@@ -8,7 +8,6 @@ namespace kdtree {
 namespace {
 
 constexpr int64_t kMaxWidth = 768;  // of C + R: a tile of float32 latents fills a block's memory
-constexpr int64_t kMaxHead = 256;   // features of a head of block_attention
 constexpr int64_t kMaxWorkspace = 256 << 20;  // bytes; more rows take several launches
 
 // The rotation table and, per row, a position.
@@ -158,66 +157,6 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
   return out;
 }
 
-// Bytes: per query and run of keys, a weighted sum [width], a largest score and a sum of weights in
-// float32; for all sequences, or for as many at a time as fit.
-int64_t block_attention_workspace(int64_t B, int64_t N, int64_t H, int64_t S, int64_t width) {
-  const int64_t parts = std::min<int64_t>(kBlockParts, (S + N + kBlockTile - 1) / kBlockTile);
-  const int64_t sequence = N * H * parts * (width + 2) * static_cast<int64_t>(sizeof(float));
-  return sequence * std::min(B, std::max<int64_t>(kMaxWorkspace / sequence, 1));
-}
-
-template <auto Launch>
-Tensor block_attention(const Tensor q, const Tensor k, const Tensor v, const Tensor cache_k,
-                       const Tensor cache_v, const Tensor length, int64_t window, bool causal,
-                       double scale) {
-  check_dim("q", q, 4);
-  check_dim("cache_k", cache_k, 4);
-  const int64_t B = q.size(0), N = q.size(1), H = q.size(2), width = q.size(3);
-  const int64_t S = cache_k.size(1), kv_heads = cache_k.size(2);
-  const ScalarType dtype = q.scalar_type();
-  check("q", q, {B, N, H, width}, dtype, q);
-  check("k", k, {B, N, kv_heads, width}, dtype, q);
-  check("v", v, {B, N, kv_heads, width}, dtype, q);
-  check("cache_k", cache_k, {B, S, kv_heads, width}, dtype, q);
-  check("cache_v", cache_v, {B, S, kv_heads, width}, dtype, q);
-  check("length", length, {B}, ScalarType::Int, q);
-  require(kv_heads > 0 && H % kv_heads == 0, "q has ", H,
-          " heads, wants a multiple of the cache's ", kv_heads);
-  require(S > 0, "cache_k has no rows, wants one or more a sequence");
-  require(width <= kMaxHead, "q has width ", width, ", wants at most ", kMaxHead);
-  require(scale > 0, "scale is ", scale, ", wants a number above 0");
-  require(window >= 0 && window <= S + 1, "window is ", window, ", wants 0 to ", S + 1,
-          ", one more than the cache's rows");
-  auto out = empty(q, {B, N, H, width}, dtype);
-  const DType element = dtype_of("q", q);
-  if (out.numel() == 0) return out;
-  extent("cache_k's and the block's rows", S + N);
-  const int64_t bytes = q.is_cuda() ? block_attention_workspace(B, N, H, S, width) : 0;
-  const auto workspace = empty(q, {bytes}, ScalarType::Byte);
-  run_on<Launch>(q, BlockAttentionParams{
-                        .q = data(q),
-                        .k = data(k),
-                        .v = data(v),
-                        .cache_k = data(cache_k),
-                        .cache_v = data(cache_v),
-                        .length = data<int32_t>(length),
-                        .out = mutable_data(out),
-                        .workspace = mutable_data(workspace),
-                        .workspace_bytes = bytes,
-                        .B = extent("q", B),
-                        .N = extent("q", N),
-                        .S = extent("cache_k", S),
-                        .H = extent("q", H),
-                        .kv_heads = extent("cache_k", kv_heads),
-                        .width = extent("q", width),
-                        .window = static_cast<int>(window),
-                        .scale = static_cast<float>(scale),
-                        .causal = causal,
-                        .dtype = element,
-                    });
-  return out;
-}
-
 template <auto Launch>
 void kv_compact(Tensor cache, const Tensor block_table, const Tensor context, const Tensor path,
                 const Tensor length) {
@@ -251,7 +190,6 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cpu::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cpu::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cpu::mla_attention>));
-  m.impl("block_attention", TORCH_BOX(&block_attention<cpu::block_attention>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cpu::kv_compact>));
 }
 
@@ -260,7 +198,6 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cuda::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cuda::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cuda::mla_attention>));
-  m.impl("block_attention", TORCH_BOX(&block_attention<cuda::block_attention>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cuda::kv_compact>));
 }
 #endif

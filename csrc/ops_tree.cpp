@@ -77,7 +77,8 @@ template <auto Launch>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_build(const Tensor score,
                                                               const Tensor candidate,
                                                               const Tensor root, int64_t budget,
-                                                              bool chain_seed) {
+                                                              bool chain_seed,
+                                                              const std::optional<Tensor> active) {
   check_dim("candidate", candidate, 3);
   const int64_t B = candidate.size(0), J = candidate.size(1), M = candidate.size(2);
   require(J <= kMaxDepth, "candidate has depth ", J, ", wants at most ", kMaxDepth);
@@ -90,6 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_build(const Tensor score
     check("score", score, {B, J, M}, ScalarType::Float, candidate);
   check("candidate", candidate, {B, J, M}, ScalarType::Long, score);
   check("root", root, {B}, ScalarType::Long, score);
+  if (active) check("active", *active, {B}, ScalarType::Bool, score);
   const int64_t N = budget + 1;
   auto token = empty(score, {B, N}, ScalarType::Long);
   auto parent = empty(score, {B, N}, ScalarType::Int);
@@ -101,6 +103,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_build(const Tensor score
                             .score = data<float>(score),
                             .candidate = data<int64_t>(candidate),
                             .root = data<int64_t>(root),
+                            .active = data<bool>(active),
                             .token = mutable_data<int64_t>(token),
                             .parent = mutable_data<int32_t>(parent),
                             .depth = mutable_data<int32_t>(depth),

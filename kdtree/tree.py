@@ -47,10 +47,15 @@ class TokenTree:
 
     @staticmethod
     def build(
-        score: Tensor, candidate: Tensor, root: Tensor, budget: int, chain_seed: bool
+        score: Tensor,
+        candidate: Tensor,
+        root: Tensor,
+        budget: int,
+        chain_seed: bool,
+        active: Tensor | None = None,
     ) -> "TokenTree":
         """The best-first tree; arguments as in ops.tree_build."""
-        return TokenTree(*ops.tree_build(score, candidate, root, budget, chain_seed))
+        return TokenTree(*ops.tree_build(score, candidate, root, budget, chain_seed, active))
 
     def first(self, nodes: int) -> "TokenTree":
         """The tree of the first nodes: of a best-first tree, that of a smaller budget."""

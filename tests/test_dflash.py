@@ -27,9 +27,8 @@ def text_of(name: str, text: str = "greedy") -> list[int]:
 def engine_of(name, device, dtype, watched, batch=1) -> Engine:
     engine = Engine(variant(name), drafter=watched, device=str(device), dtype=dtype,
                     budget=11, max_batch=batch, max_seq_len=100)  # fmt: skip
-    cache = watched.made[0].drafter.cache
-    for rows in (*cache._k, *cache._v):
-        rows.fill_(float("nan"))  # what is read without having been written shows
+    # What is read without having been written shows.
+    watched.made[0].drafter.cache.data.fill_(float("nan"))
     return engine
 
 
@@ -105,7 +104,7 @@ def test_a_sequence_starts_anew(device):
 
 def mask_first(drafter):
     embed = drafter.model.embed
-    drafter.model.embed = lambda root, *rest: embed(torch.full_like(root, 7), *rest)
+    drafter.model.embed = lambda token, *rest: embed(torch.full_like(token, 7), *rest)
 
 
 def never_written(drafter):
@@ -123,7 +122,7 @@ def other_nodes(drafter):
 
 
 def chunks_from_zero(drafter):
-    drafter._length = lambda: torch.zeros_like(drafter.sequence)
+    drafter._start = lambda: torch.zeros_like(drafter.cache.length)
 
 
 FAULTS = {
@@ -187,8 +186,9 @@ def test_transformers_drafter_agrees_with_the_oracle(name):
     )  # fmt: skip
     theirs = MuseGlimmerAssistantModel(config).eval()
     theirs.load_state_dict(their_weights(model), strict=True)
-    root = want["prompt.ids"][-1:]
-    embedded = model.embed(torch.tensor(root), drafter.embedding.float(), torch.float32)
+    known = torch.tensor(want["prompt.ids"])[None]
+    length = torch.tensor([known.shape[1]], dtype=torch.int32)
+    embedded = model.embed(known, length, drafter.embedding.float(), drafter.mask)
     context = np.concatenate([want[f"layers.{i}.after_mlp"][:-1] for i in taps], 1)
     with torch.no_grad():
         out = theirs(
@@ -203,9 +203,14 @@ def their_weights(model) -> dict[str, torch.Tensor]:
     """Our drafter's weights by transformers' names."""
     found = {}
     for name, w in model.state_dict().items():
+        if name in ("kv_proj.weight", "k_norm"):  # of all layers, once more
+            continue
         w = w.float()
-        if name.endswith("self_attn.kv_proj.weight"):
-            found |= zip((name.replace("kv_", f"{x}_") for x in "kv"), w.chunk(2), strict=True)
+        if name.endswith("self_attn.qkv_proj.weight"):
+            c = model.c
+            heads = [n * c.head for n in (c.heads, c.kv_heads, c.kv_heads)]
+            parts = (name.replace("qkv_", f"{x}_") for x in "qkv")
+            found |= zip(parts, w.split(heads), strict=True)
         elif name.endswith("gate_up_proj.weight"):
             parts = (name.replace("gate_up", x) for x in ("gate", "up"))
             found |= zip(parts, w.chunk(2), strict=True)

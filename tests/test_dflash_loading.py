@@ -206,19 +206,20 @@ def test_no_two_rows_have_one_place(window, device):
     c = DflashConfig(directory / "drafter", window).create(
         replace(setup(device, sequences=3), target=load(directory))
     )
-    S, start = c.cache.rows[0], torch.tensor([5, 0, 70], device=device)
-    kept, n = torch.tensor([50, 0, 2], device=device), 50
-    position = start[:, None] + torch.arange(n, device=device)
-    [place, _] = c.cache.places(torch.tensor([2, 0, 1], device=device), position, kept)
+    S, n, data = c.cache.rows[0], 50, c.cache.data
+    start, kept = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([5, 70], [50, 2]))
+    data.fill_(float("nan"))
+    kv = torch.zeros(1, n, len(c.cache.rows), *data.shape[1:], device=device)
+    kv[:, :, 0, 1, 0, 0] = torch.arange(n, device=device)  # so that rows are told apart
+    for q, b in enumerate((2, 1)):
+        where = b, start[q : q + 1], None, kept[q : q + 1]
+        c.cache.write(kv, c.model.k_norm, c.model.rope, *where)
     held = {}
-    for (b, first, count), row in zip(
-        ((2, 5, 50), (0, 0, 0), (1, 70, 2)), place.view(3, n).tolist(), strict=True
-    ):
-        for i, at in enumerate(row):
-            if at < 3 * S:
-                assert at not in held
-                held[at] = b, first + i
-                assert i < count and at == b * S + (first + i) % S
+    for b, first in ((0, 0), (1, 70), (2, 5)):
+        for at, i in enumerate(c.cache.layers[0][b, :, 1, 0, 0].tolist()):
+            if i == i:
+                held[b, at] = b, first + int(i)
+                assert at == (first + int(i)) % S
     last = {(2, p) for p in range(max(5, 55 - S), 55)} | {(1, p) for p in (70, 71)}
     assert set(held.values()) == last
 

@@ -29,6 +29,8 @@ struct Later {
 class Tree {
  public:
   Tree(const TreeBuildParams& p, int b) : p(p), b(b), row(int64_t{b} * p.N), candidates(p.N) {
+    if (p.active && !p.active[b]) return;
+    count = 1;
     p.token[row] = p.root[b];
     p.parent[row] = -1;
     p.depth[row] = 0;
@@ -78,12 +80,13 @@ class Tree {
   const int b;
   const int64_t row;
   std::vector<int> candidates;  // each node's place among its depth's M; the root's is 0
-  int count = 1;
+  int count = 0;
 };
 
 void build(const TreeBuildParams& p, int b) {
   Tree tree(p, b);
   std::priority_queue<Child, std::vector<Child>, Later> frontier;
+  if (tree.nodes() == 0) return tree.pad();
   std::vector<Child> opened = tree.children(0);  // of the newest node
 
   // The chain takes the newest node's best child; the others wait in the frontier.

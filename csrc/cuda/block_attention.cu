@@ -1,4 +1,5 @@
 // Attention of a block of draft slots, any shape: float32 products, no tensor cores.
+// The block's queries and keys are normed and rotated as they are read.
 //
 //   out[b, i, h] = softmax_j(scale * q[b, i, h] . key[j]) . value[j], see BlockAttentionParams
 //
@@ -16,13 +17,13 @@
 //           values: thread t owns the features t, t + kThreads, ... of the kRows sums
 //
 // Smem    (kRows + 2 * kBlockTile) * (width + 1) floats and 2 KB: 43 KB at width 128.
-// Floor   2 * length * kv_heads * width elements of HBM a sequence, once for every kRows queries of
+// Floor   2 * length * G * width elements of HBM a sequence, once for every kRows queries of
 //         a key head (further times from L2): at length 4096, 8 heads of 128 in bf16 16.8 MB, 3.5 us
 //         at 4.8 TB/s (H200).
-// Needs   width <= 256 (ops_attention.cpp).
+// Needs   width <= 256 (ops_draft.cpp).
 #include <algorithm>
 
-#include "common.cuh"
+#include "block.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -55,14 +56,10 @@ struct Keys {
   __device__ int run() const {  // keys of a run
     return ceil_div(ceil_div(count, kBlockTile), kBlockParts) * kBlockTile;
   }
-  // The row of key j, of all rows of the block's or the cache's tensor.
-  __device__ bool cached(int j) const { return first + j < length; }
-  __device__ int64_t row(const BlockAttentionParams& p, int b, int j) const {
-    const int at = first + j;
-    return at < length ? int64_t{b} * p.S + at % p.S : int64_t{b} * p.N + (at - length);
-  }
+  // The slot of key j of the block; a cached one's is negative.
+  __device__ int slot_of(int j) const { return first + j - length; }
   __device__ bool visible(const BlockAttentionParams& p, int slot, int j) const {
-    const int other = first + j - length;  // its slot; a cached one's is negative
+    const int other = slot_of(j);
     return (!p.window || abs(slot - other) < p.window) && (!p.causal || other <= slot);
   }
 };
@@ -92,31 +89,52 @@ struct Queries {
   int b, head, group, first, count;
 
   __device__ Queries(const BlockLaunch& a, int block) {
-    group = a.p.H / a.p.kv_heads;
+    group = a.p.H / a.p.G;
     first = block % a.row_blocks * kRows;
-    head = block / a.row_blocks % a.p.kv_heads;
-    b = a.first + block / a.row_blocks / a.p.kv_heads;
+    head = block / a.row_blocks % a.p.G;
+    b = a.first + block / a.row_blocks / a.p.G;
     count = min(kRows, a.p.N * group - first);
   }
   __device__ int slot(int r) const { return (first + r) / group; }
+  __device__ int query_head(int r) const { return head * group + (first + r) % group; }
   __device__ int64_t row(const BlockAttentionParams& p, int r) const {
-    return (int64_t{b} * p.N + slot(r)) * p.H + head * group + (first + r) % group;
+    return (int64_t{b} * p.N + slot(r)) * p.H + query_head(r);
   }
 };
 
-// Copies keys and values begin .. begin + count - 1, a warp a row.
+// A head of a slot, as projected.
+template <class Element>
+__device__ const Element* projected(const BlockAttentionParams& p, int b, int slot, int head) {
+  const int64_t row = (int64_t{b} * p.N + slot) * (p.H + 2 * p.G) + head;
+  return static_cast<const Element*>(p.qkv) + row * p.width;
+}
+
+// Writes such a head of a query or key, normed and rotated; a warp calls it.
+template <class Element>
+__device__ void turn_head(const BlockAttentionParams& p, int b, int slot, int head, float* y) {
+  const auto* norm = static_cast<const Element*>(head < p.H ? p.q_norm : p.k_norm);
+  const int64_t position =
+      int64_t{max(p.length[b], 0)} + slot;  // of a length beyond the cache, too
+  turn(projected<Element>(p, b, slot, head), norm, p.rope, p.positions, position, p.width, p.eps,
+       [&](int c, float value) { y[c] = value; });
+}
+
+// Reads keys and values begin .. begin + count - 1, a warp a row.
 template <class Element>
 __device__ void load_tile(const BlockAttentionParams& p, const Keys& keys, const Queries& queries,
                           int begin, int count, const Smem& s) {
-  const int lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarp, b = queries.b, head = queries.head;
   for (int j = threadIdx.x / kWarp; j < count; j += kWarps) {
-    const bool cached = keys.cached(begin + j);
-    const int64_t at =
-        (keys.row(p, queries.b, begin + j) * p.kv_heads + queries.head) * int64_t{p.width};
-    const auto* k = static_cast<const Element*>(cached ? p.cache_k : p.k) + at;
-    const auto* v = static_cast<const Element*>(cached ? p.cache_v : p.v) + at;
+    const int slot = keys.slot_of(begin + j);
+    const int64_t row = int64_t{b} * p.S + (keys.first + begin + j) % p.S;
+    const auto* k = static_cast<const Element*>(p.cache) + (2 * row * p.G + head) * p.width;
+    const auto* v = k + int64_t{p.G} * p.width;
+    if (slot >= 0) {
+      turn_head<Element>(p, b, slot, p.H + head, s.k + j * s.stride);
+      v = projected<Element>(p, b, slot, p.H + p.G + head);
+    }
     for (int c = lane; c < p.width; c += kWarp) {
-      s.k[j * s.stride + c] = float(k[c]);
+      if (slot < 0) s.k[j * s.stride + c] = float(k[c]);
       s.v[j * s.stride + c] = float(v[c]);
     }
   }
@@ -190,10 +208,13 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const __grid_constant
   extern __shared__ __align__(16) float smem[];
   const Smem s(smem, p.width);
 
-  const auto* q = static_cast<const Element*>(p.q);
-  for (int r = threadIdx.x / kWarp; r < kRows; r += kWarps)
-    for (int c = threadIdx.x % kWarp; c < p.width; c += kWarp)
-      s.q[r * s.stride + c] = r < queries.count ? float(q[queries.row(p, r) * p.width + c]) : 0.f;
+  for (int r = threadIdx.x / kWarp; r < kRows; r += kWarps) {
+    float* q = s.q + r * s.stride;
+    if (r < queries.count)
+      turn_head<Element>(p, queries.b, queries.slot(r), queries.query_head(r), q);
+    else
+      for (int c = threadIdx.x % kWarp; c < p.width; c += kWarp) q[c] = 0;
+  }
 
   const int slot = queries.slot(threadIdx.x / kLanes);
   float top = -INFINITY, sum = 0, acc[kFeatures][kRows] = {};
@@ -252,14 +273,14 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 template <class Element>
 void run(const BlockAttentionParams& p, Stream stream) {
   BlockLaunch a{.p = p};
-  a.row_blocks = ceil_div(p.N * (p.H / p.kv_heads), kRows);
+  a.row_blocks = ceil_div(p.N * (p.H / p.G), kRows);
   a.parts = std::min(kBlockParts, ceil_div(p.S + p.N, kBlockTile));
   const int64_t bytes =
       int64_t{p.N} * p.H * a.parts * (p.width + 2) * static_cast<int64_t>(sizeof(float));
   const int at_once = static_cast<int>(p.workspace_bytes / bytes);
   for (a.first = 0; a.first < p.B; a.first += at_once) {
     const int count = std::min(at_once, p.B - a.first);
-    const dim3 blocks(count * p.kv_heads * a.row_blocks, a.parts);
+    const dim3 blocks(count * p.G * a.row_blocks, a.parts);
     launch(partial_kernel<Element>, {blocks, kThreads, Smem::bytes(p.width)}, stream, a);
     launch(merge_kernel<Element>, {dim3(count * p.N * p.H), kThreads}, stream, a);
   }

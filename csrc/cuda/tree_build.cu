@@ -215,6 +215,17 @@ __device__ int grow_one_by_one(const TreeBuildParams& p, const float* score, Nod
   return count;
 }
 
+// Missing nodes in place of a tree.
+__device__ void pad(const TreeBuildParams& p, int64_t b) {
+  const int64_t out = b * p.N + threadIdx.x;
+  if (threadIdx.x >= p.N) return;
+  p.token[out] = 0;
+  p.parent[out] = kPadding;
+  p.depth[out] = 0;
+  p.ancestors[out] = 0;
+  p.node_score[out] = -INFINITY;
+}
+
 template <bool kStaged>
 __global__ void __launch_bounds__(kThreads)
     tree_build_kernel(const __grid_constant__ TreeBuildParams p) {
@@ -228,6 +239,7 @@ __global__ void __launch_bounds__(kThreads)
   const int size = Lists<kStaged>::size(p.J, p.M, p.edges);
   uint8_t* order = reinterpret_cast<uint8_t*>(entries + (kStaged ? size : 0));
   const int64_t b = blockIdx.x;
+  if (p.active && !p.active[b]) return pad(p, b);
   const int64_t lists_size = int64_t{p.edges ? p.J * p.M : p.J} * p.M;
   const Lists<kStaged> lists{p.score + b * lists_size, entries, order, p.J, p.M, p.edges};
 

@@ -103,5 +103,4 @@ def grow(state: State, score: Tensor, candidate: Tensor, nodes: int, setup: Setu
     A chain is the tree that its seed fills.
     """
     seed = setup.chain or setup.chain_seed
-    tree = TokenTree.build(score, candidate, state.root(), nodes - 1, seed)
-    return tree.masked(state.active)
+    return TokenTree.build(score, candidate, state.root(), nodes - 1, seed, state.active)

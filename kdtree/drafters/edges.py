@@ -6,7 +6,6 @@ depth keep their mass: see scores.py.
 """
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,17 +13,9 @@ from torch import Tensor
 
 from kdtree import ops
 from kdtree.errors import CapacityError, CheckpointError
+from kdtree.state import State
 
 LARGEST_TABLE = 1 << 14  # tokens of a vocabulary that a table is for: 512 MiB
-
-
-class Edges(Protocol):
-    def __call__(self, hidden: Tensor, before: Tensor, candidate: Tensor, belief: Tensor) -> Tensor:
-        """The edges [B, J, M, M] float32 from before[m] to candidate[m'], of each depth.
-
-        hidden: [B, J, D], the drafter's normed last hidden; before, candidate: [B, J, M] int64
-        belief: [B, J, M] float32, log of how likely each token before is; a depth's sum to 1
-        """
 
 
 class Selector:
@@ -38,12 +29,10 @@ class Selector:
         self.projection = projection
         self.predecessor, self.successor = predecessor, successor
 
-    def __call__(self, hidden: Tensor, before: Tensor, candidate: Tensor, belief: Tensor) -> Tensor:
-        rows = hidden.flatten(0, 1).contiguous()
-        direction = ops.linear(rows, self.projection, torch.float32)
-        direction = direction.unflatten(0, hidden.shape[:2])[:, :, None]
-        start = self.predecessor[before].float() * direction
-        return start @ self.successor[candidate].float().mT
+    def direction(self, hidden: Tensor) -> Tensor:
+        """P h, [B, J, r] float32. hidden: [B, J, D], the drafter's normed last hidden"""
+        direction = ops.linear(hidden.flatten(0, 1), self.projection, torch.float32)
+        return direction.unflatten(0, hidden.shape[:2])
 
 
 class Bigram:
@@ -92,6 +81,14 @@ class Bigram:
             raise CheckpointError(f"{path}: logprob is not finite")
         return Bigram(logprob.to(device))
 
-    def __call__(self, hidden: Tensor, before: Tensor, candidate: Tensor, belief: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, candidate: Tensor, state: State) -> Tensor:
+        """The edges [B, J, M, M] float32 from each candidate of a depth to each of the next.
+
+        logits: [B, J, V] float32; candidate: [B, J, M] int64; the root stands before all of depth 1
+        """
+        root = state.root()[:, None, None].expand_as(candidate[:, :1])
+        before = torch.cat([root, candidate[:, :-1]], 1)
+        belief = logits.gather(2, candidate)[:, :-1]
+        belief = torch.cat([torch.zeros_like(belief[:, :1]), belief], 1).log_softmax(2)
         pair = self.logprob[before[..., None], candidate[:, :, None]].float()
         return pair - (belief[..., None] + pair).logsumexp(2, keepdim=True)

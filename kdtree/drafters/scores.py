@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kdtree import ops
 from kdtree.checks import FLOAT_MAX
-from kdtree.drafters.edges import Bigram, Edges, Selector
+from kdtree.drafters.edges import Bigram, Selector
 from kdtree.errors import ConfigError
 from kdtree.state import State
 
@@ -80,10 +80,9 @@ class Scorer:
         self.candidates = candidates
         every = (getattr(config, field.name) for field in fields(config))
         self.a, self.b, self.c, *weights = (torch.tensor(v, device=device) for v in every)
-        stated = zip((config.selector, config.bigram), weights, (selector, bigram), strict=True)
-        self.edges: list[tuple[Tensor, Edges]] = [
-            (weight, edges) for values, weight, edges in stated if edges is not None and any(values)
-        ]
+        # An edge with its weights by depth, or None.
+        self.selector = (weights[0], selector) if selector and any(config.selector) else None
+        self.bigram = (weights[1], bigram) if bigram and any(config.bigram) else None
 
     def __call__(self, logits: Tensor, hidden: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Score and candidate, as ops.tree_build takes them.
@@ -93,36 +92,22 @@ class Scorer:
         or edges are not finite, no candidate has a score: -inf
         """
         J, s = logits.shape[1], state.sampling
-        fitted = self.a[:J], self.b[:J], self.c[:J]
-        root = state.length - 1
-        y = ops.draft_logits(logits, root, s.seed, s.temperature, *fitted)
+        a, b, c = self.a[:J], self.b[:J], self.c[:J]
+        y = ops.draft_logits(logits, state.length - 1, s.seed, s.temperature, a, b, c)
         best = ops.top_logprobs(y.flatten(0, 1), min(self.candidates, y.shape[2]))
         score, candidate = (found.unflatten(0, y.shape[:2]) for found in best)
-        if self.edges:
-            edge = self._edge(logits, hidden, candidate, state)
-            below = 1 + self.c[:J] * s.temperature[:, None]
-            score = _follow(score, edge * (self.a[:J] / below)[..., None, None])
-        return score.masked_fill(score.isnan(), -math.inf), candidate
-
-    def _edge(self, logits: Tensor, hidden: Tensor, candidate: Tensor, state: State) -> Tensor:
-        """The weighted sum of all edges: [B, J, M, M]. The root stands before all of depth 1."""
-        root = state.root()[:, None, None].expand_as(candidate[:, :1])
-        before = torch.cat([root, candidate[:, :-1]], 1)
-        belief = logits.gather(2, candidate)[:, :-1]
-        belief = torch.cat([torch.zeros_like(logits[:, :1, : candidate.shape[2]]), belief], 1)
-        belief = belief.log_softmax(2)
-        weighted = (
-            edges(hidden, before, candidate, belief) * weight[: logits.shape[1], None, None]
-            for weight, edges in self.edges
-        )
-        return sum(weighted)
-
-
-def _follow(score: Tensor, edge: Tensor) -> Tensor:
-    """Scores [B, J, M, M] after each candidate before, which sum to the mass of [B, J, M]."""
-    moved = score[:, :, None] + edge
-    mass = score.logsumexp(2, keepdim=True)[..., None]
-    return moved - moved.logsumexp(3, keepdim=True) + mass
+        if self.selector is None and self.bigram is None:
+            return score.masked_fill(score.isnan(), -math.inf), candidate
+        more, selector = None, ()
+        if self.bigram is not None:
+            weight, table = self.bigram
+            more = table(logits, candidate, state) * weight[:J, None, None]
+        if self.selector is not None:
+            weight, books = self.selector
+            selector = weight[:J], books.direction(hidden), books.predecessor, books.successor
+        where = state.token, state.length
+        moved = ops.edge_scores(score, candidate, *where, s.temperature, a, c, more, *selector)
+        return moved, candidate
 
 
 def _numbers(name: str, values: object, depth: int) -> tuple[float, ...]:

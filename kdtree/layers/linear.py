@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kdtree import ops
 from kdtree.weights import Weights
+from kdtree.weights.formats import GROUP
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -25,6 +26,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.out_dtype)
 
+    def rows(self, begin: int, end: int) -> "Linear":
+        """The product with some of the weight's rows, the same memory. weight: [O, I]"""
+        return Linear(self.weight[begin:end], self.out_dtype)
+
 
 class Int4Linear(nn.Module):
     """x · weightᵀ with INT4 weights, as ops.int4_linear takes them."""
@@ -35,6 +40,18 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.int4_linear(x, self.packed, self.scale)
+
+    def rows(self, begin: int, end: int) -> "Int4Linear":
+        """The product with some of the weight's rows, whole tiles, the same memory."""
+        tiles = slice(begin // GROUP, end // GROUP)
+        return Int4Linear(self.packed[tiles], self.scale[tiles])
+
+
+def joined(a: Linear | Int4Linear, b: Linear | Int4Linear) -> Linear | Int4Linear:
+    """One product for two of the same input: a's outputs, then b's."""
+    if isinstance(a, Int4Linear):
+        return Int4Linear(torch.cat([a.packed, b.packed]), torch.cat([a.scale, b.scale]))
+    return Linear(torch.cat([a.weight, b.weight]), a.out_dtype)
 
 
 def stored_linear(w: Weights, names: Sequence[str], out: int, features: int) -> Linear | Int4Linear:

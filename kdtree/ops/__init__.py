@@ -7,21 +7,20 @@ RuntimeError, with what is wrong and what is wanted, on a wrong shape, dtype, de
 letters: csrc/kdtree.h.
 """
 
-from kdtree.ops.attention import (
-    block_attention,
-    kv_compact,
-    mla_append,
-    mla_attention,
-    mla_query,
-)
+from kdtree.ops.attention import kv_compact, mla_append, mla_attention, mla_query
 from kdtree.ops.dense import add_rms_norm, linear, rms_norm, swiglu
+from kdtree.ops.draft import block_append, block_attention, block_conv, block_embed, edge_scores
 from kdtree.ops.experts import int4_linear, int4_pack, moe_experts, moe_route
 from kdtree.ops.tree import draft_logits, sample, top_logprobs, tree_accept, tree_build
 
 __all__ = [
     "add_rms_norm",
+    "block_append",
     "block_attention",
+    "block_conv",
+    "block_embed",
     "draft_logits",
+    "edge_scores",
     "int4_linear",
     "int4_pack",
     "kv_compact",

@@ -1,4 +1,4 @@
-"""Attention: the model's (MLA in absorbed form, over a paged cache of latents), a drafter's."""
+"""The model's attention: MLA in absorbed form, over a paged cache of latents."""
 
 from torch import Tensor
 from torch.library import register_fake
@@ -79,36 +79,6 @@ def mla_attention(
 @register_fake("kdtree::mla_attention")
 def _(q, cache, block_table, context, ancestors, latent, scale):
     return q.new_empty((*q.shape[:3], latent))
-
-
-def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    length: Tensor,
-    window: int,
-    causal: bool,
-    scale: float,
-) -> Tensor:
-    """Attention of a block of N draft slots over cached keys and over the block's own.
-
-    q: [B, N, H, width], width <= 256; float32 or bfloat16; slot i stands at position length + i
-    k, v: [B, N, kv_heads, width], dtype of q; H a multiple of kv_heads
-    cache_k, cache_v: [B, S, kv_heads, width], dtype of q; position p is row p % S
-    length: [B] int32, positions cached; more than S of them only with a window
-    window: a slot sees what is less than so many positions away, <= S + 1; 0 for no window
-    causal: a slot sees the block's slots up to its own, else all of them
-    returns [B, N, H, width], dtype of q
-    The bits of a row depend on its sequence's rows alone, not on B or S.
-    """
-    return ops.block_attention.default(q, k, v, cache_k, cache_v, length, window, causal, scale)
-
-
-@register_fake("kdtree::block_attention")
-def _(q, k, v, cache_k, cache_v, length, window, causal, scale):
-    return q.new_empty(q.shape)
 
 
 def kv_compact(

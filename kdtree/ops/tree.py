@@ -51,7 +51,12 @@ def _(logits, position, seed, temperature, a, b, c):
 
 
 def tree_build(
-    score: Tensor, candidate: Tensor, root: Tensor, budget: int, chain_seed: bool = False
+    score: Tensor,
+    candidate: Tensor,
+    root: Tensor,
+    budget: int,
+    chain_seed: bool = False,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The best-first draft tree of at most `budget` nodes beside the root, N = budget + 1.
 
@@ -59,15 +64,16 @@ def tree_build(
     [B, J, M, M], of candidate m' at a depth after candidate m of the depth before
     candidate: [B, J, M] int64, tokens; root: [B] int64, the last committed token
     chain_seed: insert the chain of best children first
+    active: [B] bool, whose tree has nodes at all; None for all
     returns token [B, N] int64, parent [B, N] int32, depth [B, N] int32, ancestors [B, N] int64 and
     score [B, N] float32 (the path's log-probability); missing nodes have parent -2, ancestors 0
     The order and the arithmetic are exact: every device gives the same tree, bit for bit.
     """
-    return ops.tree_build.default(score, candidate, root, budget, chain_seed)
+    return ops.tree_build.default(score, candidate, root, budget, chain_seed, active)
 
 
 @register_fake("kdtree::tree_build")
-def _(score, candidate, root, budget, chain_seed):
+def _(score, candidate, root, budget, chain_seed, active):
     shape = (score.shape[0], budget + 1)
     int32, int64 = torch.int32, torch.int64
     dtypes = (int64, int32, int32, int64, torch.float32)

@@ -196,6 +196,16 @@ def test_sequences_are_independent(device, rng):
             assert torch.equal(got[0], want[b])
 
 
+@pytest.mark.parametrize("edges", [False, True])
+def test_inactive_sequences_are_padding(edges, device, rng):
+    score, candidate, root = (x.to(device) for x in case(5, 4, 6, edges, rng))
+    active = torch.tensor([True, False, False, True, False], device=device)
+    want = ops.tree_build(score, candidate, root, 20)
+    got = ops.tree_build(score, candidate, root, 20, active=active)
+    for x, y, padding in zip(got, want, PADDING, strict=True):
+        assert torch.equal(x[active], y[active]) and (x[~active] == float(padding)).all()
+
+
 def test_no_sequences_and_no_candidates(device, rng):
     score, candidate, root = (x.to(device) for x in case(0, 3, 4, False, rng))
     assert [x.shape for x in ops.tree_build(score, candidate, root, 4)] == [(0, 5)] * 5
@@ -206,7 +216,8 @@ def test_no_sequences_and_no_candidates(device, rng):
 @pytest.mark.parametrize("edges", [False, True])
 def test_registration(edges, device, rng):
     score, candidate, root = (x.to(device) for x in case(2, 3, 4, edges, rng))
-    opcheck(torch.ops.kdtree.tree_build, (score, candidate, root, 8, True))
+    opcheck(torch.ops.kdtree.tree_build, (score, candidate, root, 8, True, None))
+    opcheck(torch.ops.kdtree.tree_build, (score, candidate, root, 8, True, root > 0))
 
 
 def test_rejects_bad_arguments(device, rng):
@@ -228,6 +239,8 @@ def test_rejects_bad_arguments(device, rng):
         ops.tree_build(score, candidate.int(), root, 4)
     with pytest.raises(RuntimeError, match=r"root has shape \[1\], wants \[2\]"):
         ops.tree_build(score, candidate, root[:1], 4)
+    with pytest.raises(RuntimeError, match="active has dtype Long, wants Bool"):
+        ops.tree_build(score, candidate, root, 4, active=root)
     with pytest.raises(RuntimeError, match="score must be contiguous"):
         ops.tree_build(score.mT.contiguous().mT, candidate, root, 4)
     with pytest.raises(RuntimeError, match="candidate has depth 16, wants at most 15"):

@@ -8,9 +8,9 @@ Source: https://inco.ai/blog/dflash2.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
+from kdtree import ops
 from kdtree.drafters.dflash.config import Convolution
 from kdtree.layers import Linear
 from kdtree.layers.linear import frozen
@@ -31,15 +31,6 @@ class BlockConv(nn.Module):
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """sublayer(x) between the two convolutions; x: [B * block, D]"""
         dynamic = self.kernel_projection(x).unflatten(1, (2, self.config.taps, -1))
-        y = sublayer(self._convolve(x, dynamic[:, 0], self.base_kernel[0]))
-        return self._convolve(y, dynamic[:, 1], self.base_kernel[1])
-
-    def _convolve(self, x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
-        """x: [B * block, D]; dynamic: [B * block, taps, D / group]; base: [taps, D]"""
-        blocks = x.unflatten(0, (-1, self.block)).float()
-        kernel = base.float() + dynamic.float().repeat_interleave(self.config.group, -1)
-        kernel = kernel.unflatten(0, (-1, self.block))
-        out = torch.zeros_like(blocks)
-        for t in range(min(self.config.taps, self.block)):
-            out[:, t:] += kernel[:, t:, t] * blocks[:, : self.block - t]
-        return out.flatten(0, 1).to(x.dtype)
+        before, after = self.base_kernel
+        y = sublayer(ops.block_conv(x, dynamic[:, 0], before, self.block))
+        return ops.block_conv(y, dynamic[:, 1], after, self.block)

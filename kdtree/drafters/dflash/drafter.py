@@ -120,13 +120,13 @@ class DflashDrafter:
         self.model = load(checkpoint, lambda w: Dflash(c, w, positions), **where)
         self.scorer = self._scorer(scores, bigram)
         self.cache = ContextCache(c, setup.sequences, setup.max_seq_len, **where)
-        self.sequence = torch.arange(setup.sequences, device=setup.device)
         self.target: Deepseek | None = None
 
     def bind(self, model: Deepseek) -> None:
         self.target = model
         own = self.model.embed_tokens
         self.embedding = model.embed_tokens if own is None else own
+        self.mask = self.model.mask(self.embedding, self.setup.dtype)
         length = torch.linalg.vector_norm(self.embedding, dim=1, dtype=torch.float32)
         mask = self.model.c.mask
         if self.model.mask_embedding is None and length[mask] < DIM * length.median():
@@ -141,8 +141,7 @@ class DflashDrafter:
 
     def prefill(self, b: int, taps: Tensor) -> None:
         only = slice(b, b + 1)
-        rows = torch.full_like(self.sequence[only], taps.shape[1])
-        self.model.extend(self.cache, taps, self.sequence[only], self._length()[only], rows)
+        self.model.extend(self.cache, taps, b, self._start()[only])
         self.cache.length[only] += taps.shape[1]
 
     def propose(self, state: State) -> TokenTree:
@@ -151,15 +150,18 @@ class DflashDrafter:
         return grow(state, score, candidate, self.nodes, self.setup)
 
     def commit(self, path: Path, taps: Tensor) -> None:
-        node = path.node.clamp(min=0).long()[..., None].expand(-1, -1, taps.shape[2])
-        kept = path.length.long()
-        self.model.extend(self.cache, taps.gather(1, node), self.sequence, self._length(), kept)
+        node = path.node
+        if taps.device.type == "cpu":  # a row costs there what reading a length does not
+            node = node[:, : int(path.length.max())]
+            index = node.clamp(min=0).long()[..., None].expand(-1, -1, taps.shape[2])
+            taps, node = taps.gather(1, index), None
+        self.model.extend(self.cache, taps, 0, self._start(), node, path.length)
         self.cache.length += path.length
 
     def draft(self, state: State) -> tuple[Tensor, Tensor]:
         """The block after each root: last hidden [B, J, D] and logits [B, J, W] float32."""
-        length = self.cache.length.masked_fill(~state.active, 0)
-        embedded = self.model.embed(state.root(), self.embedding, self.setup.dtype)
+        length = self.cache.length * state.active  # what has ended sees nothing
+        embedded = self.model.embed(state.token, state.length, self.embedding, self.mask)
         hidden = self.model(embedded, self.cache, length)
         head = self.model.lm_head
         if head is None:
@@ -184,5 +186,5 @@ class DflashDrafter:
             )
         return Bigram.load(path, self.setup.vocab, self.setup.device) if weighed else None
 
-    def _length(self) -> Tensor:
-        return self.cache.length.long()
+    def _start(self) -> Tensor:
+        return self.cache.length

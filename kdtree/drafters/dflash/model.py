@@ -8,66 +8,57 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdtree import ops
 from kdtree.drafters.dflash.cache import ContextCache
 from kdtree.drafters.dflash.config import Architecture
 from kdtree.drafters.dflash.conv import BlockConv
-from kdtree.layers import Linear, Mlp, RmsNorm, rope_table, rotate_halves, stored_linear
-from kdtree.layers.linear import frozen
+from kdtree.layers import Int4Linear, Linear, Mlp, RmsNorm, rope_table, stored_linear
+from kdtree.layers.linear import frozen, joined
 from kdtree.weights import Weights
 
 
 class Attention(nn.Module):
-    """Attention of one layer; the same matrices make keys and values of features and of slots."""
+    """Attention of one layer; the same matrices make keys and values of features and of slots.
 
-    def __init__(self, c: Architecture, w: Weights):
+    kv: the product for keys and values, Dflash's for all layers holds it too
+    """
+
+    def __init__(self, c: Architecture, w: Weights, kv: Linear | Int4Linear):
         super().__init__()
         self.c = c
-        self.q_proj = stored_linear(w, ["q_proj"], c.heads * c.head, c.hidden)
-        self.kv_proj = stored_linear(w, ["k_proj", "v_proj"], c.kv_heads * c.head, c.hidden)
+        query = stored_linear(w, ["q_proj"], c.heads * c.head, c.hidden)
+        self.qkv_proj = joined(query, kv)
         self.o_proj = stored_linear(w, ["o_proj"], c.hidden, c.heads * c.head)
         self.q_norm = frozen(w.take("q_norm.weight", c.head))
         self.k_norm = frozen(w.take("k_norm.weight", c.head))
 
-    def key_value(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [T, D]; rope: [T, head], the table's rows; returns [T, kv_heads, head] twice."""
-        k, v = self.kv_proj(x).unflatten(1, (2, self.c.kv_heads, self.c.head)).unbind(1)
-        return self._turn(k, self.k_norm, rope), v
-
     def forward(self, x: Tensor, rope: Tensor, cache: ContextCache, layer: int, length: Tensor):
         """x: [B * N, D], slots, normed; length: [B] int32, cached positions; returns [B * N, D]."""
-        c, shape = self.c, (len(length), -1)
-        q = self.q_proj(x).unflatten(1, (c.heads, c.head))
-        k, v = self.key_value(x, rope)
+        c = self.c
         mixed = ops.block_attention(
-            self._turn(q, self.q_norm, rope).unflatten(0, shape),
-            k.unflatten(0, shape),
-            v.contiguous().unflatten(0, shape),
-            cache.k[layer],
-            cache.v[layer],
+            self.qkv_proj(x).view(len(length), -1, c.heads + 2 * c.kv_heads, c.head),
+            self.q_norm,
+            self.k_norm,
+            c.norm_eps,
+            rope,
+            cache.layers[layer],
             length,
             cache.windows[layer],
             c.attention[layer].causal,
             c.head**-0.5,
         )
-        return self.o_proj(mixed.flatten(2).flatten(0, 1))
-
-    def _turn(self, x: Tensor, norm: Tensor, rope: Tensor) -> Tensor:
-        """The heads of x normed, then rotated; x: [T, heads, head]"""
-        heads = ops.rms_norm(x.reshape(-1, self.c.head), norm, self.c.norm_eps)
-        return rotate_halves(heads.view(x.shape), rope)
+        return self.o_proj(mixed.view(len(x), -1))
 
 
 class Layer(nn.Module):
     """The parameters of one layer; Dflash.forward runs it."""
 
-    def __init__(self, c: Architecture, w: Weights):
+    def __init__(self, c: Architecture, w: Weights, kv: Linear | Int4Linear):
         super().__init__()
         self.input_layernorm = RmsNorm(w.take("input_layernorm.weight", c.hidden), c.norm_eps)
-        self.self_attn = Attention(c, w.at("self_attn"))
+        self.self_attn = Attention(c, w.at("self_attn"), kv)
         self.post_attention_layernorm = RmsNorm(
             w.take("post_attention_layernorm.weight", c.hidden), c.norm_eps
         )
@@ -101,6 +92,7 @@ class Dflash(nn.Module):
 
     w: the tensors of its checkpoint; positions: rows of the rotary table
     embed_tokens, mask_embedding, lm_head: its own, or None where it shares the target's
+    kv_proj, k_norm: of all layers, for committed tokens, whose features are the same to each
     """
 
     def __init__(self, c: Architecture, w: Weights, positions: int):
@@ -109,7 +101,12 @@ class Dflash(nn.Module):
         own = {name: w.has(f"{name}.weight") for name in ("embed_tokens", "lm_head")}
         self.fc = stored_linear(w, ["fc"], c.hidden, len(c.taps) * c.hidden)
         self.hidden_norm = RmsNorm(w.take("hidden_norm.weight", c.hidden), c.norm_eps)
-        self.layers = nn.ModuleList(Layer(c, w.at("layers").at(i)) for i in range(len(c.attention)))
+        layers, width = range(len(c.attention)), c.kv_heads * c.head
+        names = [f"layers.{i}.self_attn.{x}_proj" for i in layers for x in "kv"]
+        self.kv_proj = stored_linear(w, names, width, c.hidden)
+        parts = [self.kv_proj.rows(2 * i * width, 2 * (i + 1) * width) for i in layers]
+        self.layers = nn.ModuleList(Layer(c, w.at("layers").at(i), parts[i]) for i in layers)
+        self.k_norm = frozen(torch.stack([layer.self_attn.k_norm for layer in self.layers]))
         self.norm = RmsNorm(w.take("norm.weight", c.hidden), c.norm_eps)
         self.selector = PathSelector(c, w.at("candidate_selector")) if c.selector else None
         self.embed_tokens = self.mask_embedding = self.lm_head = None
@@ -124,18 +121,24 @@ class Dflash(nn.Module):
         self.register_buffer("rope", table, persistent=False)
 
     def extend(
-        self, cache: ContextCache, taps: Tensor, sequence: Tensor, start: Tensor, kept: Tensor
+        self,
+        cache: ContextCache,
+        taps: Tensor,
+        first: int,
+        start: Tensor,
+        path: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> None:
         """Keys and values of committed tokens go to the cache.
 
-        taps: [Q, n, len(c.taps) * D], of tokens at the positions from start on; sequence, start,
-        kept: [Q] int64, which sequences, and how many of the n are committed, the first ones
+        taps: [Q, n, len(c.taps) * D], of the sequences from `first` on
+        start, path, kept: where they begin, which of the n they are and how many, see
+        ops.block_append
         """
-        position = start[:, None] + torch.arange(taps.shape[1], device=taps.device)
-        places, rope = cache.places(sequence, position, kept), self._rows(position)
         features, _ = self.hidden_norm(self.fc(taps.flatten(0, 1)))
-        for i, layer in enumerate(self.layers):
-            cache.write(i, places[i], *layer.self_attn.key_value(features, rope))
+        shape = (*taps.shape[:2], len(self.layers), 2, self.c.kv_heads, self.c.head)
+        kv = self.kv_proj(features).view(shape)
+        cache.write(kv, self.k_norm, self.rope, first, start, path, kept)
 
     def forward(self, embedded: Tensor, cache: ContextCache, length: Tensor) -> Tensor:
         """The block's last hidden, normed.
@@ -143,26 +146,24 @@ class Dflash(nn.Module):
         embedded: [B, N, D], of the last committed token and of masks; length: [B] int32, committed
         tokens before it; returns [B, N - 1, D], without the first slot
         """
-        slot = torch.arange(embedded.shape[1], device=embedded.device)
-        rope = self._rows(length[:, None].long() + slot)
         y, stream = embedded.flatten(0, 1), None
         for i, layer in enumerate(self.layers):
             y, stream = layer.input_layernorm(y, stream)
-            attend = partial(layer.self_attn, rope=rope, cache=cache, layer=i, length=length)
+            attend = partial(layer.self_attn, rope=self.rope, cache=cache, layer=i, length=length)
             y = _around(layer.attention_conv, y, attend)
             y, stream = layer.post_attention_layernorm(y, stream)
             y = _around(layer.mlp_conv, y, layer.mlp)
         y, _ = self.norm(y, stream)
         return y.view(embedded.shape)[:, 1:].contiguous()
 
-    def embed(self, root: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-        """Embeddings [B, N, D] of the block: the root's, then masks. root: [B]; table: [W, D]"""
-        token = torch.full((len(root), self.c.block), self.c.mask, device=root.device)
-        token[:, 0] = root.clamp(0, self.c.vocab - 1)
-        embedded = F.embedding(token, table).to(dtype)
-        if self.mask_embedding is not None:
-            embedded[:, 1:] = self.mask_embedding
-        return embedded * self.c.embed_scale if self.c.embed_scale != 1 else embedded
+    def embed(self, token: Tensor, length: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        """Embeddings [B, N, D] of the block; arguments as in ops.block_embed."""
+        return ops.block_embed(token, length, table, mask, self.c.block, self.c.embed_scale)
+
+    def mask(self, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mask's embedding [D]. table: [W, D]"""
+        own = self.mask_embedding
+        return (table[self.c.mask] if own is None else own).to(dtype)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Logits as the checkpoint has them scaled and capped; float32."""
@@ -171,9 +172,6 @@ class Dflash(nn.Module):
         if self.c.logit_cap:
             logits = torch.tanh(logits / self.c.logit_cap) * self.c.logit_cap
         return logits
-
-    def _rows(self, position: Tensor) -> Tensor:
-        return self.rope[position.flatten().clamp(max=len(self.rope) - 1)]
 
 
 def _around(conv: BlockConv | None, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
