@@ -7,6 +7,7 @@ namespace kdtree {
 
 inline constexpr int kBlockParts = 32;  // runs of keys that block_attention splits at most into
 inline constexpr int kBlockTile = 32;   // keys of a tile of it
+inline constexpr int kMaxHead = 256;    // features of a head of it
 
 // q[t, h] = (nope | rope): out[t, h, :C] = w_uk[h] nope, out[t, h, C:] = rotate(rope, position[t])
 struct MlaQueryParams {

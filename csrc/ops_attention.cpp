@@ -8,7 +8,6 @@ namespace kdtree {
 namespace {
 
 constexpr int64_t kMaxWidth = 768;  // of C + R: a tile of float32 latents fills a block's memory
-constexpr int64_t kMaxHead = 256;   // features of a head of block_attention
 constexpr int64_t kMaxWorkspace = 256 << 20;  // bytes; more rows take several launches
 
 // The rotation table and, per row, a position.

@@ -117,8 +117,9 @@ __global__ void __launch_bounds__(kWarp)
 }  // namespace
 
 void moe_route(const MoeRouteParams& p, Stream stream) {
+  constexpr int kMost = 4 * 1024 * static_cast<int>(sizeof(float));  // E, groups, K <= 1024
   const int words = 2 * p.E + p.groups + p.K;
-  launch(moe_route_kernel, {p.T, kWarp, words * static_cast<int>(sizeof(float))}, stream, p);
+  launch(moe_route_kernel, {p.T, kWarp, smem_up_to<kMost>(words * sizeof(float))}, stream, p);
 }
 
 }  // namespace kdtree::cuda
