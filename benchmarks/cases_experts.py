@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from functools import partial
+from math import ceil
 
 import eager
 import torch
 import torch.nn.functional as F
 from cases import Bench, Case, turning
+from torch import Tensor
 
 from kdtree import ops
+
+SETS = 8  # of experts that a row turns through, at least
+CACHE = 128e6  # bytes: twice the second-level cache; what was read so long ago is read from memory
 
 
 def int4_pack(b: Bench) -> Iterator[Case]:
@@ -23,25 +28,26 @@ def int4_pack(b: Bench) -> Iterator[Case]:
 
 
 def int4_linear(b: Bench) -> Iterator[Case]:
-    I, O = b.size.D, 2 * b.size.F
-    codes, scale = b.int4(O, I)
-    w = eager.int4_weights(codes, scale)
-    packed, packed_scale = ops.int4_pack(codes, scale)
-    packs, scales, dense = b.copies(packed), b.copies(packed_scale), b.copies(w)
-    scales = scales[: len(packs)]  # turn together
-    for T in b.size.rows:
-        x = b.rand(T, I)
-        run = turning(partial(ops.int4_linear, x), packs, scales)
-        plain = turning(partial(F.linear, x), dense)
-        b.close("int4_linear", run(), plain())
-        moved = O * I * (0.5 + b.e / 32) + T * (I + O) * b.e
-        shape = {"T": T, "I": I, "O": O}
-        yield Case(shape, run, moved, 2 * T * I * O, (f"torch {b.name}", plain), weights="int4")
+    s = b.size
+    for I, O in ((s.D, s.dense), (s.H * s.P, s.D)):
+        codes, scale = b.int4(O, I)
+        w = eager.int4_weights(codes, scale)
+        packed, packed_scale = ops.int4_pack(codes, scale)
+        packs, scales, dense = b.copies(packed), b.copies(packed_scale), b.copies(w)
+        scales = scales[: len(packs)]  # turn together
+        for T in s.batches:
+            x = b.rand(T, I)
+            run = turning(partial(ops.int4_linear, x), packs, scales)
+            plain = turning(partial(F.linear, x), dense)
+            b.close("int4_linear", run(), plain())
+            moved = O * I * (0.5 + b.e / 32) + T * (I + O) * b.e
+            shape = {"T": T, "I": I, "O": O}
+            yield Case(shape, run, moved, 2 * T * I * O, (f"torch {b.name}", plain), weights="int4")
 
 
 def moe_route(b: Bench) -> Iterator[Case]:
     s = b.size
-    for T in s.rows:
+    for T in s.batches:
         logits = b.rand(T, s.E, dtype=torch.float32)
         bias = b.rand(s.E, scale=0.1, dtype=torch.float32)
         run = partial(ops.moe_route, logits, bias, None, experts_per_token=s.K, scale=2.5)
@@ -53,12 +59,14 @@ def moe_route(b: Bench) -> Iterator[Case]:
 
 
 def moe_experts(b: Bench) -> Iterator[Case]:
-    yield from _moe_experts(b, b.size.E, int4=True)
-    yield from _moe_experts(b, min(b.size.E, 32), int4=False)
+    s = b.size
+    yield from _moe_experts(b, s.E, s.F, (*s.batches, s.prefill), int4=True)
+    yield from _moe_experts(b, s.E, s.shard, s.batches, int4=True)
+    yield from _moe_experts(b, min(s.E, 32), s.F, s.rows, int4=False)
 
 
-def _moe_experts(b: Bench, E: int, int4: bool) -> Iterator[Case]:
-    D, F_, K = b.size.D, b.size.F, b.size.K
+def _moe_experts(b: Bench, E: int, F_: int, batches: tuple[int, ...], int4: bool) -> Iterator[Case]:
+    D, K = b.size.D, b.size.K
     if int4:
         shapes = (E, 2 * F_, D), (E, D, F_)
         codes = [b.int4(*shape) for shape in shapes]
@@ -74,16 +82,30 @@ def _moe_experts(b: Bench, E: int, int4: bool) -> Iterator[Case]:
     got = ops.moe_experts(x, b.tensor(few), weights, up, down, up_scale, down_scale)
     b.close("moe_experts", got, eager.moe_experts(x, few, weights, *experts))
     del experts
-    matrix = 3 * D * F_ * (0.5 + b.e / 32 if int4 else b.e)
-    for T in b.size.rows:
+    matrices = 3 * D * F_ * (0.5 + b.e / 32 if int4 else b.e)  # bytes of an expert
+    for T in batches:
         x, weights = b.rand(T, D), torch.rand(T, K, device=b.device)
-        choices = [torch.rand(T, E, device=b.device).topk(K).indices.int() for _ in range(4)]
+        apart = 1 if b.device.type == "cpu" else 1 + int(CACHE / (T * K * matrices))
+        choices = expert_sets(T, E, K, apart, b.device)
 
         def run(ids, x=x, weights=weights):
             return ops.moe_experts(x, ids, weights, up, down, up_scale, down_scale)
 
         distinct = sum(len(ids.unique()) for ids in choices) / len(choices)
-        moved, flops = distinct * matrix + 2 * T * D * b.e, 2 * T * K * 3 * D * F_
+        moved, flops = distinct * matrices + 2 * T * D * b.e, 2 * T * K * 3 * D * F_
         shape = {"T": T, "D": D, "F": F_, "E": E, "K": K}
         name = "int4" if int4 else b.name
-        yield Case(shape, turning(run, choices), moved, flops, weights=name)
+        baseline = None
+        if T == b.size.prefill:
+            one = partial(F.linear, b.rand(T * K, D), b.rand(3 * F_, D))
+            baseline = f"torch {b.name}, one product of as many flops", one
+        yield Case(shape, turning(run, choices), moved, flops, baseline, weights=name)
+
+
+def expert_sets(T: int, E: int, K: int, apart: int, device: torch.device) -> list[Tensor]:
+    """Ids [T, K] to turn through, of which `apart` in a row have no expert in common."""
+    parts = torch.randperm(E, device=device, dtype=torch.int32).tensor_split(min(apart, E // K))
+    return [
+        part[torch.rand(T, len(part), device=device).topk(K).indices]
+        for part in parts * ceil(SETS / len(parts))
+    ]

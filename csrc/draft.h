@@ -9,6 +9,7 @@ namespace kdtree {
 
 inline constexpr int kBlockParts = 32;  // runs of keys that block_attention splits at most into
 inline constexpr int kBlockTile = 32;   // keys of a tile of it
+inline constexpr int kMaxHead = 256;    // features of a head of it
 inline constexpr int kMaxDraftLayers = 64;
 
 // out[b, 0] = scale * table[root], the id taken as 0 .. W - 1; out[b, i] = scale * mask, i > 0

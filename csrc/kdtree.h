@@ -105,6 +105,8 @@ struct Int4LinearParams {
   DType dtype;  // of x, scale and y
 };
 
+inline constexpr int kMaxExperts = 1024;
+
 enum class Scoring : uint8_t { sigmoid, softmax };
 
 // s = scoring(logits[t]); c = s + bias. Experts stand in `groups` equal runs; a group scores the

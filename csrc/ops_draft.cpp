@@ -8,7 +8,6 @@
 namespace kdtree {
 namespace {
 
-constexpr int64_t kMaxHead = 256;             // features of a head of block_attention
 constexpr int64_t kMaxWorkspace = 256 << 20;  // bytes; more sequences take several launches
 
 // Where the root of each of B sequences is: the last known of its tokens.

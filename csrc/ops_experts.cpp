@@ -6,7 +6,6 @@
 namespace kdtree {
 namespace {
 
-constexpr int kMaxExperts = 1024;
 constexpr int kMaxExpertsPerToken = 64;
 
 void check_int(const char* name, int64_t value, int64_t least, int64_t most) {

@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_engine  # noqa: E402
 import bench_ops  # noqa: E402
 import cases  # noqa: E402
+import cases_experts  # noqa: E402
 import eager  # noqa: E402
 import harness  # noqa: E402
 import tables  # noqa: E402
@@ -96,6 +97,23 @@ def test_operands_turn():
     for _ in range(4):
         call()
     assert seen == [(1, 3), (2, 4), (1, 5), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "T, E, K, apart", [(1, 384, 8, 6), (5, 24, 4, 3), (3, 24, 4, 99), (9, 8, 8, 1)]
+)
+def test_experts_turn(T, E, K, apart):
+    """No expert is in two of `apart` sets in a row, the last and the first included."""
+    sets = cases_experts.expert_sets(T, E, K, apart, CPU)
+    apart = min(apart, E // K)
+    assert len(sets) >= 8 and len(sets) % apart == 0
+    for i, ids in enumerate(sets):
+        assert ids.shape == (T, K) and ids.dtype == torch.int32
+        assert all(len(set(row)) == K for row in ids.tolist())
+        near = [sets[(i + n) % len(sets)] for n in range(apart)]
+        assert len(torch.cat(near).unique()) == sum(len(each.unique()) for each in near)
+    used = torch.cat(sets).unique()
+    assert 0 <= used[0] and used[-1] < E
 
 
 def test_int4_codes_become_weights():

@@ -20,7 +20,7 @@
 // Floor   2 * length * G * width elements of HBM a sequence, once for every kRows queries of
 //         a key head (further times from L2): at length 4096, 8 heads of 128 in bf16 16.8 MB, 3.5 us
 //         at 4.8 TB/s (H200).
-// Needs   width <= 256 (ops_draft.cpp).
+// Needs   width <= kMaxHead (ops_draft.cpp).
 #include <algorithm>
 
 #include "block.cuh"
@@ -70,7 +70,7 @@ struct Smem {
   float *q, *k, *v;        // [kRows, stride], [kBlockTile, stride] twice
   int stride;              // odd where the width is even, so that rows start in other banks
 
-  static int bytes(int width) {
+  static constexpr int bytes(int width) {
     const int floats = kBlockTile * kRows + kRows + (kRows + 2 * kBlockTile) * (width + 1);
     return floats * static_cast<int>(sizeof(float));
   }
@@ -281,7 +281,8 @@ void run(const BlockAttentionParams& p, Stream stream) {
   for (a.first = 0; a.first < p.B; a.first += at_once) {
     const int count = std::min(at_once, p.B - a.first);
     const dim3 blocks(count * p.G * a.row_blocks, a.parts);
-    launch(partial_kernel<Element>, {blocks, kThreads, Smem::bytes(p.width)}, stream, a);
+    const DynamicSmem smem = smem_up_to<Smem::bytes(kMaxHead)>(Smem::bytes(p.width));
+    launch(partial_kernel<Element>, {blocks, kThreads, smem}, stream, a);
     launch(merge_kernel<Element>, {dim3(count * p.N * p.H), kThreads}, stream, a);
   }
 }

@@ -35,7 +35,7 @@ constexpr int kTile = 16;  // keys: the tail is one tile, and no tile crosses a 
 constexpr int kThreads = kTile * kHeadBlock;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kWarpKeys = kTile / kWarps;
-constexpr int kMaxSmem = 101376;        // bytes a block may have on every GPU we build for
+constexpr int kMaxSmem = 100000;        // bytes: what every GPU grants, less the static arrays
 constexpr int kMaxBlocks = 8192;        // some waves of any GPU; more would only end at once
 constexpr int kMaxGridY = 65535;        // of any GPU
 constexpr float kLog2E = 1.442695041f;  // scores are in units of log2 e, so that exp is exp2
@@ -260,7 +260,7 @@ void run(const MlaAttentionParams& p, Stream stream) {
   a.parts = static_cast<int>((int64_t{p.max_pages} * kPage + kSplit - 1) / kSplit) + 1;
   a.stages = Smem<Element>::bytes(2, Z, p.C) <= kMaxSmem ? 2 : 1;
   a.aligned = Z % Vec<Element>::kSize == 0 && reinterpret_cast<uintptr_t>(p.cache) % 16 == 0;
-  const int smem = static_cast<int>(Smem<Element>::bytes(a.stages, Z, p.C));
+  const DynamicSmem smem = smem_up_to<kMaxSmem>(Smem<Element>::bytes(a.stages, Z, p.C));
   const int64_t block_bytes = int64_t{kHeadBlock} * a.parts * (p.C + 2) * int64_t{sizeof(float)};
   const int64_t at_once = p.workspace_bytes / block_bytes;
   const int64_t blocks = int64_t{p.B} * p.N * ceil_div(p.H, kHeadBlock);

@@ -283,9 +283,9 @@ void tree_build(const TreeBuildParams& p, Stream stream) {
   const int size = Lists<true>::size(p.J, p.M, p.edges);
   const int staged = size * static_cast<int>(sizeof(Entry) + 1);
   if (staged <= kMaxSmem)
-    launch(tree_build_kernel<true>, {p.B, kThreads, staged}, stream, p);
+    launch(tree_build_kernel<true>, {p.B, kThreads, smem_up_to<kMaxSmem>(staged)}, stream, p);
   else
-    launch(tree_build_kernel<false>, {p.B, kThreads, size}, stream, p);
+    launch(tree_build_kernel<false>, {p.B, kThreads, smem_up_to<kMaxSmem>(size)}, stream, p);
 }
 
 }  // namespace kdtree::cuda

@@ -17,6 +17,7 @@ from kdtree import ops
 from kdtree.weights import formats
 from kdtree.weights.checkpoint import Checkpoint
 from kdtree.weights.formats import FLOATS, FP8, GROUP, Stored
+from kdtree.weights.int4_check import check_int4
 from kdtree.weights.passes import Checking, Loading, Pass
 from kdtree.weights.reader import Progress, Reader, Reading
 
@@ -135,7 +136,10 @@ class Weights:
         Each is stored as compressed-tensors does, or quantised now where `quantize` says so.
         returns [len(names), out / 32, features / 32, 128] int32 and
         [len(names), out / 32, features / 32, 32], the model's dtype
+        Raises RuntimeError where the device's INT4 products are wrong.
         """
+        if self.device.type != "meta":
+            check_int4(self.device, self.dtype)
         tiles = (len(names), out // GROUP, features // GROUP)
         bank, scales = (
             self._empty((*tiles, 128), torch.int32),
