@@ -201,7 +201,7 @@ def test_a_mask_that_was_never_trained_is_said(drafter, caplog, tmp_path):
 
 @pytest.mark.parametrize("window", [None, 3, 40])
 def test_no_two_rows_have_one_place(window, device):
-    """Of many rows only the last of a ring stay; what does not stay goes to the spare row."""
+    """Of many rows only the last of a ring stay; what does not stay is written nowhere."""
     directory = variant("dflash")
     c = DflashConfig(directory / "drafter", window).create(
         replace(setup(device, sequences=3), target=load(directory))
