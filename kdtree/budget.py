@@ -6,6 +6,7 @@ a second are the most. Where plain decoding is the faster, whole rounds go witho
 drafter hears of what they committed when it is asked again. No output depends on any of this.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,18 +27,19 @@ HELD = 128  # rounds' paths that are held back
 class AutoBudget:
     """A drafter whose trees are another's, cut to what pays.
 
-    costs: of rounds, by the sizes to choose among
+    costs: of rounds, by the sizes to choose among; timed: mend them by what rounds take
     chosen: how many rounds took each N; drafts: how many had a draft
     The choice is made on the host, from two small reads a round; a round without a draft has none.
     """
 
-    def __init__(self, drafter: Drafter, costs: Costs):
+    def __init__(self, drafter: Drafter, costs: Costs, timed: bool = False):
         self.drafter, self.costs = drafter, costs
         self.taps, self.nodes = drafter.taps, drafter.nodes
-        self.policy = Policy(costs, drafter.nodes)
+        self.policy = Policy(costs, drafter.nodes, timed)
         self.chosen: Counter[int] = Counter()
         self.drafts = 0
-        self._drafted = False  # the last round had a draft
+        self._drafted, self._size = False, 1  # whether the last round had a draft, and its N
+        self._began: float | None = None  # when, where it is being timed
         self._path: Path | None = None  # what became of it
         self._held: list[tuple[Path, Tensor | None]] = []  # what the drafter has not heard of
 
@@ -48,11 +50,13 @@ class AutoBudget:
         self.drafter.start(b, request, prompt)
         self._learn()
         self.policy.start()
+        self._began = None  # what the last round takes is not its own any more
 
     def prefill(self, b: int, taps: Tensor | None) -> None:
         self.drafter.prefill(b, taps)
 
     def propose(self, state: State) -> TokenTree:
+        self._time()
         self._learn()
         self._drafted = self.policy.drafts()
         if not self._drafted:
@@ -65,6 +69,7 @@ class AutoBudget:
             size = self.policy.choose(Nodes.of(tree))  # here the host waits
             tree = tree.first(size)
         self.chosen[size] += 1
+        self._size = size
         return tree
 
     def commit(self, path: Path, taps: Tensor | None) -> None:
@@ -75,6 +80,13 @@ class AutoBudget:
             self._held.append((path, taps))
             if len(self._held) == HELD:
                 self._tell()
+
+    def _time(self) -> None:
+        """A round begins, and the one before has ended."""
+        now = time.perf_counter()
+        if self.policy.pace and self._began is not None:
+            self.policy.pace.see(now - self._began, self._size, self._drafted)
+        self._began = now
 
     def _learn(self) -> None:
         """What became of the last draft."""

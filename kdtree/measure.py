@@ -26,11 +26,12 @@ USUAL = 8  # nodes of the tree with which a draft is timed
 def automatic(
     drafter: Drafter, budget: Costs | str, model: nn.Module, cache: KvCache, state: State
 ) -> Drafter:
-    """The drafter cut by Costs, or by what is measured now; itself where it has nothing to cut."""
+    """The drafter cut by Costs, or by what is measured; itself where it has nothing to cut."""
     if drafter.nodes == 1:
         return drafter
-    costs = budget if isinstance(budget, Costs) else measure(model, cache, state, drafter)
-    return AutoBudget(drafter, costs)
+    if isinstance(budget, Costs):
+        return AutoBudget(drafter, budget)
+    return AutoBudget(drafter, measure(model, cache, state, drafter), timed=True)
 
 
 def measure(model: nn.Module, cache: KvCache, state: State, drafter: Drafter) -> Costs:
@@ -112,6 +113,7 @@ class _Rounds:
 
     def draft(self, size: int) -> float:
         """Seconds of a draft, its cut to this size and its commit; the text goes on."""
+        nodes = self.drafter.nodes
         always = AutoBudget(self.drafter, Costs({1: 1.0, size: 1e-9}))
         took = []
         while not took or (len(took) < REPEATS and self._left() > MAX_DEPTH):
@@ -122,6 +124,7 @@ class _Rounds:
             ran = time.perf_counter()
             always.commit(path, taps)
             took.append(proposed - began + time.perf_counter() - ran)
+        self.drafter.nodes = nodes
         return min(took)
 
     def _left(self) -> int:

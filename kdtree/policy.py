@@ -1,5 +1,8 @@
 """When to draft and how much of it to verify, from what rounds cost and drafts have brought."""
 
+import statistics
+from collections import deque
+
 import numpy as np
 
 from kdtree.calibration import Calibration, Nodes
@@ -10,6 +13,8 @@ EARLIER = 4  # of them, those before a pause count as
 ELSEWHERE = 1  # and those of other texts
 FIRST = 2  # rounds of a text that have a draft in any case
 RISK = 0.01  # of the time without drafts, to be lost by trying one again
+TIMED = 5  # rounds of either kind whose median time counts
+DUE = 64  # rounds with a draft, after which one without is timed again
 
 
 class Policy:
@@ -22,8 +27,8 @@ class Policy:
     became of earlier drafts, which may have been another matter.
     """
 
-    def __init__(self, costs: Costs, nodes: int):
-        """nodes: N of the drafter's largest tree"""
+    def __init__(self, costs: Costs, nodes: int, timed: bool):
+        """nodes: N of the drafter's largest tree; timed: whether rounds are seen, by `pace`"""
         self.sizes = [size for size in sorted(costs.rounds) if size <= nodes]
         if len(self.sizes) == 1:
             raise ValueError(
@@ -38,8 +43,9 @@ class Policy:
         self._trials = FIRST  # drafts to come whatever it is
         self._plain_rounds = 0  # since the last draft
         self._reach = len(self.sizes)  # how many of them are looked at
+        self.pace = Pace(costs) if timed else None
         self._last: tuple[Nodes, float, float, float] | None = None  # the tree being verified, the
-        # tokens that it promised, those of plain decoding, and how many times as long it takes
+        # tokens that it promised, those of plain decoding, and the seconds that it costs
 
     def start(self) -> None:
         """A text begins."""
@@ -53,6 +59,8 @@ class Policy:
 
     def drafts(self) -> bool:
         """Whether the next round has a draft."""
+        if self.pace and self.pace.plain_is_due():
+            return False
         if self._trials or self.gain > 0:
             return True
         self._plain_rounds += 1
@@ -76,14 +84,42 @@ class Policy:
         # A larger tree is no dearer to draft by much: two sizes beyond the best are looked at.
         self._reach = min(max(best + 3, self._reach - 1), len(self.sizes))
         size = self.sizes[best]
-        promised, plain, longer = expected[best], max(tokens[0], 1), self.seconds[best] / self.plain
-        self._last = nodes.first(size), promised, plain, longer
+        self._last = nodes.first(size), expected[best], max(tokens[0], 1), self.seconds[best]
         return size
 
     def learn(self, path: np.ndarray) -> None:
         """What became of the last draft. path: [B, J], the nodes walked, then -1"""
-        nodes, promised, plain, longer = self._last
+        nodes, promised, plain, seconds = self._last
         self.calibration.observe(nodes, path)
-        gain = (promised + (path >= 0).sum()) / 2 / plain - longer
+        tokens = (promised + (path >= 0).sum()) / 2 / plain
+        gain = tokens - seconds / self.plain * (self.pace.longer() if self.pace else 1)
         self._drafts = min(self._drafts + 1, RECENT)
         self.gain += (gain - self.gain) / self._drafts
+
+
+class Pace:
+    """What rounds take, over what the costs say, of plain ones and of those with a draft.
+
+    The costs are of a short context and of trees that the model made; these are of what is going
+    on. Only how one kind stands to the other is used.
+    """
+
+    def __init__(self, costs: Costs):
+        self.costs = costs
+        self._over = {True: deque(maxlen=TIMED), False: deque(maxlen=TIMED)}  # by whether a draft
+        self._drafts = 0  # since the last plain round
+
+    def plain_is_due(self) -> bool:
+        return len(self._over[False]) < TIMED or self._drafts >= DUE
+
+    def see(self, seconds: float, size: int, drafted: bool) -> None:
+        """A round of N = size took so long."""
+        told = self.costs.rounds[size] + self.costs.draft * drafted
+        self._over[drafted].append(seconds / told)
+        self._drafts = self._drafts + 1 if drafted else 0
+
+    def longer(self) -> float:
+        """How many times as long rounds with a draft take as told, where plain ones do as told."""
+        if not all(self._over.values()):
+            return 1.0
+        return statistics.median(self._over[True]) / statistics.median(self._over[False])

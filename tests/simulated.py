@@ -51,11 +51,15 @@ class Drafting(Stateless):
         self.rank = torch.arange(len(skill.claims)).expand(sequences, skill.depth, -1).contiguous()
         self.drafts = 0
 
+    def to(self, device: torch.device) -> "Drafting":
+        self.rank = self.rank.to(device)
+        return self
+
     def propose(self, state):
         self.drafts += 1
         claim = torch.tensor(self.skill.claims).log()
         score = claim * (0.7 + 0.6 * torch.rand(self.rank.shape, generator=self.rng))
-        root = torch.zeros(len(self.rank), dtype=torch.int64)
+        score, root = score.to(self.rank.device), torch.zeros_like(self.rank[:, 0, 0])
         tree = TokenTree.build(score, self.rank, root, self.nodes - 1, self.chain)
         return tree.masked(state.active)
 

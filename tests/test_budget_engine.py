@@ -1,12 +1,16 @@
-"""The automatic budget in the loop: what the drafter hears of."""
+"""The automatic budget in the loop: what the drafter hears of, and the clock."""
+
+import time
 
 import pytest
 import torch
 from dflash_watched import Watched
+from simulated import TABLES, Drafting, Simulation, fixed
+from test_budget import SKILLS
 from test_engine import engine_of, outcome
 
 from kdtree import Costs, DflashConfig, SamplingParams, budget, policy
-from kdtree.budget import joined
+from kdtree.budget import AutoBudget, joined
 from kdtree.drafters import NoneConfig
 from kdtree.tree import Path
 
@@ -47,3 +51,39 @@ def test_joins_paths_of_one_node():
     assert got.node.tolist() == [[0, 1, 2], [0, 1, -1]] and got.node.dtype == torch.int32
     assert got.length.tolist() == [3, 2] and got.length.dtype == torch.int32
     assert got.token.tolist() == [[5, 6, 9], [7, 8, 0]] == got.logprob.tolist()
+
+
+class Clock(Simulation):
+    """Rounds take what they take, now and then much more, whatever the budget was told."""
+
+    now = 0.0
+
+    def run(self, rounds, skill):
+        inner = self.drafter.drafter
+        for _ in range(rounds):
+            drafts = inner.drafts
+            super().run(1, skill)
+            hiccup = float(torch.rand(1, generator=self.rng)) < 0.05
+            self.now += self.costs[self.sizes[-1]] * (9 if hiccup else 1)
+            self.now += self.draft * (inner.drafts - drafts)
+        return self
+
+
+@pytest.mark.parametrize("cheap", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("skill", SKILLS)
+def test_finds_out_what_rounds_take(skill, table, cheap, monkeypatch):
+    """The machine is ten times as fast as it was told, and rounds with a draft are told to be
+    cheaper, or dearer, than they are. Over twelve texts of about 128 tokens."""
+    skill, costs = SKILLS[skill], TABLES[table]
+    draft = 0.4 * costs[1]
+    told = {n: 10 * each * (cheap if n > 1 else 1) for n, each in costs.items()}
+    drafter = Drafting(skill, 64, False)
+    run = Clock(AutoBudget(drafter, Costs(told, 10 * draft * cheap), timed=True), costs, draft)
+    monkeypatch.setattr(time, "perf_counter", lambda: run.now)
+    for text in range(1, 13):
+        run.drafter.start(0, 0, [1])
+        while run.tokens < 128 * text:
+            run.run(1, skill)
+    chain = fixed(skill, costs, draft, 8, chain=True).run(600, skill).speed
+    assert run.speed > 0.96 * max(1 / costs[1], chain)

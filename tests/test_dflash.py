@@ -115,7 +115,9 @@ def other_nodes(drafter):
     commit = drafter.commit
 
     def by_rank(path, taps):
-        node = torch.arange(path.node.shape[1], device=taps.device).expand_as(path.node)
+        node = (
+            torch.zeros_like(path.node) + torch.arange(path.node.shape[1], device=taps.device).int()
+        )
         commit(replace(path, node=node), taps)
 
     drafter.commit = by_rank

@@ -14,6 +14,7 @@ from kdtree import ops
 from kdtree.drafters.dflash.cache import ContextCache
 from kdtree.drafters.dflash.config import Architecture
 from kdtree.drafters.dflash.conv import BlockConv
+from kdtree.errors import CheckpointError
 from kdtree.layers import Int4Linear, Linear, Mlp, RmsNorm, rope_table, stored_linear
 from kdtree.layers.linear import frozen, joined
 from kdtree.weights import Weights
@@ -29,6 +30,12 @@ class Attention(nn.Module):
         super().__init__()
         self.c = c
         query = stored_linear(w, ["q_proj"], c.heads * c.head, c.hidden)
+        if type(query) is not type(kv):
+            stored = {Int4Linear: "INT4", Linear: "plain"}
+            raise CheckpointError(
+                f"{w.prefix}q_proj is stored {stored[type(query)]}, its k_proj and v_proj"
+                f" {stored[type(kv)]}: wants the three alike"
+            )
         self.qkv_proj = joined(query, kv)
         self.o_proj = stored_linear(w, ["o_proj"], c.hidden, c.heads * c.head)
         self.q_norm = frozen(w.take("q_norm.weight", c.head))
