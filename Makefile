@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONPATH := .
 
-.PHONY: all build test lint demo bench memcheck clean
+.PHONY: all build test lint demo bench memcheck racecheck clean
 
 all: build
 
@@ -35,6 +35,13 @@ bench: build
 memcheck:
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(or $(wildcard $(BIN)/python),$(PYTHON)) \
 		-m pytest tests/ops -k cuda -m "not large"
+
+# Under its checker of shared memory, which slows the most: our kernels alone, and the tests that run
+# each of them at small sizes.
+racecheck:
+	compute-sanitizer --tool racecheck --kernel-name kernel_substring=kdtree --error-exitcode 1 \
+		$(or $(wildcard $(BIN)/python),$(PYTHON)) \
+		-m pytest tests/ops -k "cuda and (match or groups or odd_sizes)" -m "not large"
 
 clean:
 	rm -rf build kdtree/_C.so

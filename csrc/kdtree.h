@@ -106,6 +106,7 @@ struct Int4LinearParams {
 };
 
 inline constexpr int kMaxExperts = 1024;
+inline constexpr int kMaxExpertsPerToken = 64;
 
 enum class Scoring : uint8_t { sigmoid, softmax };
 

@@ -6,8 +6,6 @@
 namespace kdtree {
 namespace {
 
-constexpr int kMaxExpertsPerToken = 64;
-
 void check_int(const char* name, int64_t value, int64_t least, int64_t most) {
   require(value >= least && value <= most, name, " is ", value, ", wants ", least, " to ", most);
 }
