@@ -126,7 +126,10 @@ __global__ void __launch_bounds__(kMaxExperts)
   while (width > 1 && 2 * blockDim.x < 3 * p.K * width) width /= 2;
   const uint32_t order = open ? order_of(s + bias) : 0;
   uint32_t best = order;
-  for (int d = width / 2; d > 0; d /= 2) best = max(best, __shfl_xor_sync(~0u, best, d));
+  if (width == kWarp)
+    best = __reduce_max_sync(~0u, best);
+  else
+    for (int d = width / 2; d > 0; d /= 2) best = max(best, __shfl_xor_sync(~0u, best, d));
   const int runs = blockDim.x / width;
   if (e % width == 0) run[e / width] = key_of(best, e / width);
   __syncthreads();  // the runs' best are there, scores too
@@ -144,6 +147,7 @@ __global__ void __launch_bounds__(kMaxExperts)
   __syncthreads();  // the picked scores are there
   if (e >= p.K) return;
   float sum = 0;
+#pragma unroll 8
   for (int k = 0; k < p.K; ++k) sum += picked[k];
   const float weight = (p.normalize ? picked[e] / (sum + 1e-20f) : picked[e]) * p.scale;
   p.weights[t * p.K + e] = padded ? 0 : weight;
