@@ -101,6 +101,7 @@ __device__ bool is_open(const MoeRouteParams& p, int e, float c, float* choice, 
   return open;
 }
 
+template <bool kSoftmax, bool kGroups>
 __global__ void __launch_bounds__(kMaxExperts)
     moe_route_kernel(const __grid_constant__ MoeRouteParams p) {
   const int64_t t = blockIdx.x;
@@ -114,11 +115,11 @@ __global__ void __launch_bounds__(kMaxExperts)
   __shared__ uint32_t bound;
   __shared__ int count;
   float s = 0;
-  if (p.scoring == Scoring::softmax)
+  if constexpr (kSoftmax)
     s = softmax(logits, e, p.E, score);
   else if (e < p.E)
     s = sigmoid(logits[e]);
-  const bool open = p.groups > 1 ? is_open(p, e, s + bias, score, left) : e < p.E;
+  const bool open = kGroups ? is_open(p, e, s + bias, score, left) : e < p.E;
   score[e] = s;
   if (e == 0) count = 0;
 
@@ -156,7 +157,12 @@ __global__ void __launch_bounds__(kMaxExperts)
 }  // namespace
 
 void moe_route(const MoeRouteParams& p, Stream stream) {
-  launch(moe_route_kernel, {p.T, ceil_div(p.E, kWarp) * kWarp}, stream, p);
+  const unsigned threads = ceil_div(p.E, kWarp) * kWarp;
+  dispatch(p.scoring == Scoring::softmax, [&](auto softmax) {
+    dispatch(p.groups > 1, [&](auto groups) {
+      launch(moe_route_kernel<softmax.value, groups.value>, {p.T, threads}, stream, p);
+    });
+  });
 }
 
 }  // namespace kdtree::cuda
