@@ -62,6 +62,8 @@ class AutoBudget:
         if not self._drafted:
             size, tree = 1, TokenTree.root(state.root()).masked(state.active)
         else:
+            if self._held:  # of many rounds: not what a draft takes
+                self._began = None
             self._tell()
             self.drafts += 1
             self.drafter.nodes = self.policy.largest

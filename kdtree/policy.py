@@ -15,6 +15,7 @@ FIRST = 2  # rounds of a text that have a draft in any case
 RISK = 0.01  # of the time without drafts, to be lost by trying one again
 TIMED = 5  # rounds of either kind whose median time counts
 DUE = 64  # rounds with a draft, after which one without is timed again
+DOUBT = 1.5  # how far wrong the costs are thought to be at most: a busy machine is no measure
 
 
 class Policy:
@@ -122,4 +123,5 @@ class Pace:
         """How many times as long rounds with a draft take as told, where plain ones do as told."""
         if not all(self._over.values()):
             return 1.0
-        return statistics.median(self._over[True]) / statistics.median(self._over[False])
+        over = [statistics.median(self._over[drafted]) for drafted in (True, False)]
+        return min(max(over[0] / over[1], 1 / DOUBT), DOUBT)
