@@ -38,8 +38,9 @@ class AutoBudget:
         self.policy = Policy(costs, drafter.nodes, timed)
         self.chosen: Counter[int] = Counter()
         self.drafts = 0
-        self._drafted, self._size = False, 1  # whether the last round had a draft, and its N
-        self._began: float | None = None  # when, where it is being timed
+        self._drafted: bool | None = None  # whether this text's last round had a draft
+        self._warm = False  # and the one before it too, or neither: so that its time counts
+        self._size, self._began = 1, 0.0  # N of the last round, and when it began
         self._path: Path | None = None  # what became of it
         self._held: list[tuple[Path, Tensor | None]] = []  # what the drafter has not heard of
 
@@ -50,7 +51,7 @@ class AutoBudget:
         self.drafter.start(b, request, prompt)
         self._learn()
         self.policy.start()
-        self._began = None  # what the last round takes is not its own any more
+        self._drafted, self._warm = None, False  # what the last one takes is not its own any more
 
     def prefill(self, b: int, taps: Tensor | None) -> None:
         self.drafter.prefill(b, taps)
@@ -58,12 +59,11 @@ class AutoBudget:
     def propose(self, state: State) -> TokenTree:
         self._time()
         self._learn()
-        self._drafted = self.policy.drafts()
-        if not self._drafted:
+        drafts = self.policy.drafts()
+        self._warm, self._drafted = drafts == self._drafted, drafts
+        if not drafts:
             size, tree = 1, TokenTree.root(state.root()).masked(state.active)
         else:
-            if self._held:  # of many rounds: not what a draft takes
-                self._began = None
             self._tell()
             self.drafts += 1
             self.drafter.nodes = self.policy.largest
@@ -86,7 +86,7 @@ class AutoBudget:
     def _time(self) -> None:
         """A round begins, and the one before has ended."""
         now = time.perf_counter()
-        if self.policy.pace and self._began is not None:
+        if self.policy.pace and self._warm:
             self.policy.pace.see(now - self._began, self._size, self._drafted)
         self._began = now
 

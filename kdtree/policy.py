@@ -14,7 +14,7 @@ ELSEWHERE = 1  # and those of other texts
 FIRST = 2  # rounds of a text that have a draft in any case
 RISK = 0.01  # of the time without drafts, to be lost by trying one again
 TIMED = 5  # rounds of either kind whose median time counts
-DUE = 64  # rounds with a draft, after which one without is timed again
+DUE = 256  # rounds with a draft, after which one without is timed again
 DOUBT = 1.5  # how far wrong the costs are thought to be at most: a busy machine is no measure
 
 
