@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 }
 
 template <class Tile>
-void launch_tile(Product p, int cluster, Stream stream) {
-  const Division d = divide<Tile>(p, cluster);
+void launch_tile(Product p, Stream stream) {
+  const Division d = divide<Tile>(p, kMaxRuns);  // a run a block
   const Grid grid{d.blocks, Tile::kThreads, smem_up_to<Tile::kSmem>(), d.cluster};
   const bool vectors = aligned<Bf16>(p.x, p.x_row) && aligned<Bf16>(p.scale, 0);
   dispatch(vectors, [&](auto v) { launch(int4_linear_mma_kernel<Tile, v>, grid, stream, p); });
@@ -147,11 +147,9 @@ void launch_tile(Product p, int cluster, Stream stream) {
 }  // namespace
 
 void int4_linear_mma(const Product& p, Stream stream) {
-  if (p.T <= 8) return launch_tile<Int4Tile<4, 8, 3, 5>>(p, kMaxRuns, stream);
-  if (p.T <= 16) return launch_tile<Int4Tile<4, 16, 4, 4>>(p, kMaxRuns, stream);
-  if (p.T <= 32) return launch_tile<Int4Tile<4, 32, 4, 2>>(p, kMaxRuns, stream);
-  using Wide = Int4Tile<4, 64, 2, 2>;
-  launch_tile<Wide>(p, kMaxRuns, stream);
+  if (p.T <= 8) return launch_tile<Int4Tile<4, 8, 3, 5>>(p, stream);
+  if (p.T <= 16) return launch_tile<Int4Tile<4, 16, 4, 4>>(p, stream);
+  launch_tile<Int4Tile<4, 32, 4, 2>>(p, stream);  // 64 rows leave no registers
 }
 
 }  // namespace kdtree::cuda
