@@ -4,7 +4,7 @@
 // then sum = fma(scale, group, sum), so that the weight is exact and a scale costs one fma a sum.
 //
 // Grid    x: blocks of kWarps tile rows x kBN rows, rows first, so that neighbours share weights in
-//         L2, times the blocks of a cluster, which share the runs (product.cuh).
+//         L2, times the blocks of a cluster, a run each (product.cuh).
 // Tiling  steps of kTiles tiles, kStages of them in shared memory, filled by asynchronous copies: a
 //         warp copies its own tile row, all warps the rows of x. A 16-byte load is four A fragments.
 // Smem    the stages; in the same place the block's sums, which its cluster reads.
@@ -25,11 +25,11 @@ inline constexpr int kTileInputs = kInt4Tile * 2;        // bytes of a row of x
 inline constexpr int kLine = kTiles * kTileInputs + 16;  // of a row of x, to be in other banks
 static_assert(kRunStep % kStep == 0, "a run is whole steps");
 
-template <int kWarps_, int kBN_, int kStages_, int kBlocks_, int kLevels_ = 0>
+template <int kWarps_, int kBN_, int kStages_, int kBlocks_>
 struct Int4Tile {
   static constexpr int kWarps = kWarps_, kBM = kWarps * kInt4Tile, kBN = kBN_, kNT = kBN / 8;
-  static constexpr int kStages = kStages_, kBlocks = kBlocks_,
-                       kLevels = kLevels_;  // blocks: of an SM
+  static constexpr int kStages = kStages_, kLevels = 0;  // a run a block
+  static constexpr int kBlocks = kBlocks_;               // of an SM
   static constexpr int kThreads = kWarps * kWarp;
   // In a stage: tiles, their scales, rows of x.
   static constexpr int kScales = kWarps * kTiles * kTileBytes;
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   extern __shared__ __align__(16) char smem[];
   const int tile = blockIdx.x / cluster_blocks(), warp = threadIdx.x / kWarp;
   const int t0 = tile % p.n_tiles * Tile::kBN, o0 = tile / p.n_tiles * Tile::kBM;
-  const int run_tiles = p.run / kInt4Tile, first = cluster_rank() * p.runs * run_tiles;
-  const int tiles = min(p.I / kInt4Tile - first, p.runs * run_tiles);
+  const int run_tiles = p.run / kInt4Tile, first = cluster_rank() * run_tiles;
+  const int tiles = min(p.I / kInt4Tile - first, run_tiles);
 
   Source<Tile, kVectors> source(p, t0, o0 / kInt4Tile, tiles > 0 ? first : 0);
   int fill = 0, use = 0;  // the stages to fill and to multiply next
@@ -116,18 +116,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
                              smem + Tile::kScales + warp * kTiles * kTileScales,
                              smem + Tile::kRows};
   Sums<2, Tile::kNT> sum;
-  RunSums<Tile::kLevels, 2, Tile::kNT> runs;
+  clear(sum);
   for (int s = 0; s < kStages - 1; ++s) load(s * kTiles);
-  for (int run = 0, s = 0; run < p.runs; ++run) {
-    clear(sum);
-    for (const int end = min(tiles, (run + 1) * run_tiles); s < end; s += kTiles) {
-      copy_wait<kStages - 2>();
-      __syncthreads();  // everybody's copies are here, and the stage to fill has been read
-      load(s + (kStages - 1) * kTiles);
-      lane.template multiply<kTiles>(use * Tile::kStage, end - s, sum);
-      use = use + 1 == kStages ? 0 : use + 1;
-    }
-    runs.add(run, sum);
+  for (int s = 0; s < tiles; s += kTiles) {
+    copy_wait<kStages - 2>();
+    __syncthreads();  // everybody's copies are here, and the stage to fill has been read
+    load(s + (kStages - 1) * kTiles);
+    lane.template multiply<kTiles>(use * Tile::kStage, tiles - s, sum);
+    use = use + 1 == kStages ? 0 : use + 1;
   }
   copy_wait<0>();
   __syncthreads();
@@ -138,7 +134,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 template <class Tile>
 void launch_tile(Product p, Stream stream) {
-  const Division d = divide<Tile>(p, kMaxRuns);  // a run a block
+  const Division d = divide<Tile>(p, kMaxRuns);
   const Grid grid{d.blocks, Tile::kThreads, smem_up_to<Tile::kSmem>(), d.cluster};
   const bool vectors = aligned<Bf16>(p.x, p.x_row) && aligned<Bf16>(p.scale, 0);
   dispatch(vectors, [&](auto v) { launch(int4_linear_mma_kernel<Tile, v>, grid, stream, p); });
@@ -147,7 +143,7 @@ void launch_tile(Product p, Stream stream) {
 }  // namespace
 
 void int4_linear_mma(const Product& p, Stream stream) {
-  if (p.T <= 8) return launch_tile<Int4Tile<4, 8, 3, 5>>(p, stream);
+  if (p.T <= 8) return launch_tile<Int4Tile<4, 8, 3, 6>>(p, stream);
   if (p.T <= 16) return launch_tile<Int4Tile<4, 16, 4, 4>>(p, stream);
   launch_tile<Int4Tile<4, 32, 4, 2>>(p, stream);  // 64 rows leave no registers
 }

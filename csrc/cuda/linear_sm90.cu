@@ -23,8 +23,8 @@ inline constexpr int kRegisters = 64 * 1024;     // of an SM
 template <int kBM_, int kBN_, int kStages_, int kBlocks_, int kLevels_ = kMostLevels>
 struct WgmmaTile {
   static constexpr int kBM = kBM_, kBN = kBN_, kMT = 1, kNT = kBN / 8;
-  static constexpr int kStages = kStages_, kBlocks = kBlocks_,
-                       kLevels = kLevels_;  // blocks: of an SM
+  static constexpr int kStages = kStages_, kLevels = kLevels_;
+  static constexpr int kBlocks = kBlocks_;  // of an SM
   static constexpr int kReaders = kBM / (64 * kMT) * kGroupThreads;
   static constexpr int kThreads = kReaders + kGroupThreads;
   // Of a thread, multiples of 8: what the writers leave goes to the readers.
@@ -165,11 +165,11 @@ bool launch_filling(const Product& p, Stream stream) {
 }  // namespace
 
 bool linear_sm90(const Product& p, Stream stream) {
-  using OneWave = WgmmaTile<192, 64, 6, 1>;
-  const int waves_of_ten = 10 * ceil_div(p.O, OneWave::kBM) * p.G / processors();
   if (p.T <= 32) return launch_filling<WgmmaTile<64, 32, 6, 3>>(p, stream);
   if (p.T > 64) return launch_filling<WgmmaTile<128, 128, 6, 1, 1>>(p, stream);
-  if (waves_of_ten >= 7 && waves_of_ten < 10) return launch_tile<OneWave>(p, 1, stream);
+  using Tall = WgmmaTile<192, 64, 6, 1>;  // reads x least, where that is most of one wave
+  const int64_t blocks = int64_t{ceil_div(p.O, Tall::kBM)} * p.G, all = processors();
+  if (blocks <= all && 10 * blocks >= 7 * all) return launch_tile<Tall>(p, 1, stream);
   return launch_filling<WgmmaTile<64, 64, 6, 2>>(p, stream);
 }
 

@@ -88,7 +88,7 @@ __device__ inline uint32_t shared_address(const void* p) {
 // Adds the sums of a block's runs as a binary tree. kLevels: log2 of the most runs
 template <int kLevels, int kMT, int kNT>
 struct RunSums {
-  Sums<kMT, kNT> waiting[kLevels ? kLevels : 1];  // for the sums of their neighbours
+  Sums<kMT, kNT> waiting[kLevels];  // for the sums of their neighbours
 
   // sum: of run `run`; after the last one, of all.
   __device__ void add(int run, Sums<kMT, kNT>& sum) {

@@ -1,5 +1,5 @@
-// Tensor copies and warpgroup products of sm_90a. Elsewhere wgmma is empty: what calls it compiles,
-// and is never launched.
+// Tensor copies and warpgroup products of sm_90a. Elsewhere what calls them compiles, is not launched,
+// and would trap.
 #pragma once
 
 #include <cuda.h>
@@ -36,7 +36,9 @@ __device__ inline void wgmma_commit() {}
 template <int kPending>
 __device__ inline void wgmma_wait() {}
 template <int kNT>
-__device__ inline void wgmma(float (&)[kNT][4], uint64_t, uint64_t) {}
+__device__ inline void wgmma(float (&)[kNT][4], uint64_t, uint64_t) {
+  __trap();
+}
 #else
 // A warpgroup's registers a thread: fewer, or more of what others have given.
 template <int kRegisters>
