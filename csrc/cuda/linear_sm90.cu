@@ -2,10 +2,10 @@
 //
 // Grid    as linear_mma's.
 // Tiling  steps of 64 inputs, kStages of them in shared memory, brought by the copy engine at one
-//         thread's command; each other warpgroup multiplies 64 * kMT outputs by kBN rows.
+//         warp's command; each warpgroup multiplies 64 * kMT outputs by kBN rows.
 // Smem    the stages, their barriers; in the same place the block's sums, which its cluster reads.
-// Reads   weights once per kBN rows, x once per kBM outputs (from L2): at 64 rows and 192 outputs a
-//         third of the weights' bytes.
+// Reads   weights once per kBN rows, x once per kBM outputs (from L2): at 64 rows and 128 outputs
+//         half of the weights' bytes.
 // Floor   the weights' bytes up to some 200 rows, then flops: 7168 -> 18432 by 2048 rows is 541e9,
 //         773 us at 700e12 a second.
 // Needs   x and w on 16 bytes, as their rows.
@@ -18,19 +18,13 @@ namespace {
 inline constexpr int kBoxInputs = 64;            // of a step
 inline constexpr int kBoxLine = 2 * kBoxInputs;  // bytes
 inline constexpr int kGroupThreads = 4 * kWarp;  // of a warpgroup
-inline constexpr int kRegisters = 64 * 1024;     // of an SM
 
 template <int kBM_, int kBN_, int kStages_, int kBlocks_, int kLevels_ = kMostLevels>
 struct WgmmaTile {
   static constexpr int kBM = kBM_, kBN = kBN_, kMT = 1, kNT = kBN / 8;
   static constexpr int kStages = kStages_, kLevels = kLevels_;
   static constexpr int kBlocks = kBlocks_;  // of an SM
-  static constexpr int kReaders = kBM / (64 * kMT) * kGroupThreads;
-  static constexpr int kThreads = kReaders + kGroupThreads;
-  // Of a thread, multiples of 8: what the writers leave goes to the readers.
-  static constexpr int kWriterRegisters = 24;
-  static constexpr int kLeft = (kRegisters / kBlocks - kWriterRegisters * kGroupThreads) / kReaders;
-  static constexpr int kReaderRegisters = kLeft < 240 ? kLeft / 8 * 8 : 240;
+  static constexpr int kReaders = kBM / (64 * kMT) * kGroupThreads, kThreads = kReaders + kWarp;
   static constexpr int kStage = (kBM + kBN) * kBoxLine, kAll = kStages * kStage;
   static constexpr int kBarriers = kAll > kSumsBytes<kBM, kBN> ? kAll : kSumsBytes<kBM, kBN>;
   static constexpr int kSmem = kBarriers + Ring<kStages>::kBytes;
@@ -41,11 +35,11 @@ struct TensorProduct {
   Product p;
 };
 
-// The warpgroup that fills the ring: one thread commands.
+// The warp that fills the ring: one lane commands.
 template <class Tile>
 __device__ inline void fill_boxes(const TensorProduct& job, Ring<Tile::kStages> ring, uint32_t smem,
                                   int g, int t0, int o0, int begin, int steps) {
-  if (threadIdx.x != Tile::kReaders) return;
+  if (threadIdx.x % kWarp != 0) return;
   for (int s = 0; s < steps; ++s, ring.next()) {
     ring.wait_empty();
     ring.expect(Tile::kStage);
@@ -103,21 +97,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   if (threadIdx.x == 0) ring.init(Tile::kReaders / kWarp);
   __syncthreads();
 
-  // Two ways to the end, so that neither's registers are the other's limit.
-  if (threadIdx.x >= Tile::kReaders) {
-    give_registers<Tile::kWriterRegisters>();
-    fill_boxes<Tile>(job, ring, smem, g, t0, o0, begin, steps);
-    __syncthreads();
-    return leave_tile();
-  }
-  take_registers<Tile::kReaderRegisters>();
   Sums<Tile::kMT, Tile::kNT> sum;
-  multiply_boxes<Tile>(p, ring, smem, steps, sum);
+  const bool reads = threadIdx.x < Tile::kReaders;
+  if (reads)
+    multiply_boxes<Tile>(p, ring, smem, steps, sum);
+  else
+    fill_boxes<Tile>(job, ring, smem, g, t0, o0, begin, steps);
   __syncthreads();  // all stages have been read
   float* sums = reinterpret_cast<float*>(boxes);
   const int warp = threadIdx.x / kWarp;
-  store_sums<kBM, 64>(sum, sums, warp / 4 * Tile::kMT * 64 + warp % 4 * 16, 0);
-  store_tile<kBM, kBN, Tile::kReaders>(p, sums, g, t0, o0);
+  if (reads) store_sums<kBM, 64>(sum, sums, warp / 4 * Tile::kMT * 64 + warp % 4 * 16, 0);
+  store_tile<kBM, kBN, Tile::kThreads>(p, sums, g, t0, o0);
 }
 
 // The tensor [groups, rows, I] in boxes of a step of box_rows rows; false where its strides are none
@@ -165,12 +155,14 @@ bool launch_filling(const Product& p, Stream stream) {
 }  // namespace
 
 bool linear_sm90(const Product& p, Stream stream) {
-  if (p.T <= 32) return launch_filling<WgmmaTile<64, 32, 6, 3>>(p, stream);
+  if (p.T <= 32) return launch_filling<WgmmaTile<64, 32, 5, 3>>(p, stream);
   if (p.T > 64) return launch_filling<WgmmaTile<128, 128, 6, 1, 1>>(p, stream);
-  using Tall = WgmmaTile<192, 64, 6, 1>;  // reads x least, where that is most of one wave
-  const int64_t blocks = int64_t{ceil_div(p.O, Tall::kBM)} * p.G, all = processors();
-  if (blocks <= all && 10 * blocks >= 7 * all) return launch_tile<Tall>(p, 1, stream);
-  return launch_filling<WgmmaTile<64, 64, 6, 2>>(p, stream);
+  // Two of the small tiles fit an SM: where they would leave most of a second wave empty, large ones.
+  using Small = WgmmaTile<64, 64, 6, 2>;
+  const int64_t tiles = int64_t{ceil_div(p.O, Small::kBM)} * p.G, all = processors();
+  if (tiles > 2 * all && tiles < 4 * all)
+    return launch_filling<WgmmaTile<128, 64, 8, 1>>(p, stream);
+  return launch_filling<Small>(p, stream);
 }
 
 }  // namespace kdtree::cuda

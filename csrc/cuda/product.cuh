@@ -153,9 +153,8 @@ __device__ inline void add_tree(float (&v)[kMaxRuns][4], int count) {
         for (int e = 0; e < 4; ++e) v[b][e] = v[b][e] + v[b + step][e];
 }
 
-// Adds the sums of a cluster's blocks and stores them as outputs, by the first kThreads threads of
-// each, the elements shared among the blocks. All must have written their block's sums; all others
-// call leave_tile. t0, o0: the tile's first row and output
+// Adds the sums of a cluster's blocks and stores them as outputs, by all kThreads threads of each, the
+// elements shared among the blocks. t0, o0: the tile's first row and output
 template <int kBM, int kBN, int kThreads>
 __device__ inline void store_tile(const Product& p, const float* sums, int64_t g, int t0, int o0) {
   constexpr int kQuads = kBM / 4;
@@ -176,10 +175,6 @@ __device__ inline void store_tile(const Product& p, const float* sums, int64_t g
     p.y_dtype == DType::f32 ? put(static_cast<float*>(p.y)) : put(static_cast<Bf16*>(p.y));
   }
   cluster_sync();  // nobody leaves while its sums are being read
-}
-__device__ inline void leave_tile() {
-  cluster_sync();
-  cluster_sync();
 }
 
 }  // namespace kdtree::cuda

@@ -27,10 +27,6 @@ __device__ inline uint64_t wgmma_operand(uint32_t at) {
 }
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-template <int kRegisters>
-__device__ inline void give_registers() {}
-template <int kRegisters>
-__device__ inline void take_registers() {}
 __device__ inline void wgmma_begin() {}
 __device__ inline void wgmma_commit() {}
 template <int kPending>
@@ -40,16 +36,6 @@ __device__ inline void wgmma(float (&)[kNT][4], uint64_t, uint64_t) {
   __trap();
 }
 #else
-// A warpgroup's registers a thread: fewer, or more of what others have given.
-template <int kRegisters>
-__device__ inline void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ inline void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
