@@ -168,7 +168,7 @@ void linear_mma(const Product& p, Stream stream) {
   else if (p.T <= 16)
     launch_wide_or_narrow<MmaTile<64, 16, 1, 2, 5>, MmaTile<32, 16, 1, 2, 6>>(p, stream);
   else
-    launch_wide_or_narrow<MmaTile<64, 64, 2, 4, 5>, MmaTile<64, 32, 1, 4, 5>>(p, stream);
+    launch_wide_or_narrow<MmaTile<64, 64, 2, 4, 6>, MmaTile<64, 32, 1, 4, 5>>(p, stream);
 }
 
 }  // namespace kdtree::cuda
