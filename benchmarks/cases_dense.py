@@ -43,7 +43,7 @@ def linear(b: Bench) -> Iterator[Case]:
     ]
     for I, O, kind, out in shapes:
         weights = b.copies(b.rand(O, I, scale=I**-0.5, dtype=kind))
-        for T in s.batches:
+        for T in (*s.batches, *([s.prefill] if O < s.W and kind is not f32 else [])):
             x = b.rand(T, I)
             run = turning(lambda w, x=x, out=out: ops.linear(x, w, out), weights)
             plain = turning(partial(F.linear, x.to(kind)), weights)  # no conversion counts
@@ -52,14 +52,17 @@ def linear(b: Bench) -> Iterator[Case]:
             shape = {"T": T, "I": I, "O": O}
             name = "f32" if kind is f32 else "bf16"
             yield Case(shape, run, moved, 2 * T * I * O, ("torch", plain), weights=name)
-    for T in s.rows:  # the attention's outputs out of the latent space, one product a head
-        x, w = b.rand(T, s.H, s.C), b.rand(s.H, s.P, s.C, scale=s.C**-0.5)
-        run = turning(partial(ops.linear, x), b.copies(w))
-        plain = turning(partial(eager.linear, x), b.copies(w))
-        b.close("linear", run(), plain())
-        moved = s.H * (s.P * s.C + T * (s.P + s.C)) * b.e
-        shape = {"T": T, "H": s.H, "I": s.C, "O": s.P}
-        yield Case(shape, run, moved, 2 * T * s.H * s.P * s.C, ("torch", plain), weights=b.name)
+    # The attention's queries into the latent space, and its outputs out of it: one product a head.
+    for I, O in ((s.P, s.C), (s.C, s.P)):
+        weights = b.copies(b.rand(s.H, O, I, scale=I**-0.5))
+        for T in s.rows:
+            x = b.rand(T, s.H, I)
+            run = turning(partial(ops.linear, x), weights)
+            plain = turning(partial(eager.linear, x), weights)
+            b.close("linear", run(), plain())
+            moved = s.H * (O * I + T * (O + I)) * b.e
+            shape = {"T": T, "H": s.H, "I": I, "O": O}
+            yield Case(shape, run, moved, 2 * T * s.H * O * I, ("torch", plain), weights=b.name)
 
 
 def swiglu(b: Bench) -> Iterator[Case]:

@@ -49,4 +49,34 @@ __device__ inline void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
 }
 
+// c = a b
+__device__ inline void mma_first(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+
+// N 8 x 8 matrices of bf16 from shared memory, the rows' addresses in lanes 0 .. 8 * N - 1: lane
+// 4 * g + t holds the elements 2t and 2t + 1 of row g.
+__device__ inline void load_matrices(uint32_t row, uint32_t (&m)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(m[0]), "=r"(m[1])
+               : "r"(row));
+}
+__device__ inline void load_matrices(uint32_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row));
+}
+
+// Four matrices whose columns stand in the rows: lane 4 * g + t holds the elements g of the rows 2t
+// and 2t + 1.
+__device__ inline void load_transposed(uint32_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row));
+}
+
 }  // namespace kdtree::cuda

@@ -7,19 +7,19 @@ from torch.library import opcheck
 
 from kdtree import ops
 
-SHAPES = [(1, 32, 32), (3, 96, 160), (9, 160, 96), (2, 32, 0)]
+SHAPES = [(1, 32, 32), (3, 96, 160), (9, 160, 96), (2, 32, 0), (20, 64, 1120), (70, 32, 2272)]
 KIMI = [(1, 256, 7168), (17, 512, 2048)]  # a product's inputs; its outputs are cut
 
 
-def rows(T, I, dtype, rng):
+def rows(T, I, dtype, rng, apart=3):
     """Rows that stand apart, with poison between them."""
-    x = torch.full((T, I + 3), torch.nan)
+    x = torch.full((T, I + apart), torch.nan)
     x[:, :I] = torch.randn(T, I, generator=rng)
     return x.to(dtype)
 
 
-def case(T, O, I, dtype, device, rng):
-    x = rows(T, I, dtype, rng)
+def case(T, O, I, dtype, device, rng, apart=3):
+    x = rows(T, I, dtype, rng, apart)
     codes, scale = random_int4((O, max(I, 32)), dtype, rng)
     codes, scale = codes[:, :I], scale[:, : I // 32].contiguous()
     packed = ops.int4_pack(words(codes).view(O, I // 8).to(device), scale.to(device))
@@ -27,11 +27,12 @@ def case(T, O, I, dtype, device, rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apart", [3, 8])
 @pytest.mark.parametrize(
     "T, O, I", SHAPES + [pytest.param(*s, marks=pytest.mark.large) for s in KIMI]
 )
-def test_matches_float64(T, O, I, dtype, device, rng):
-    x, packed, scale, w = case(T, O, I, dtype, device, rng)
+def test_matches_float64(T, O, I, apart, dtype, device, rng):
+    x, packed, scale, w = case(T, O, I, dtype, device, rng, apart)
     x64 = x.double().cpu().numpy()
     y = ops.int4_linear(x, packed, scale)
     assert y.dtype == dtype
@@ -72,6 +73,45 @@ def test_row_invariance(dtype, device, rng):
             assert torch.equal(y, want[first : first + T]), (T, first)
     shuffled = torch.randperm(1024, generator=rng).to(device)
     assert torch.equal(ops.int4_linear(x[shuffled], packed, scale), want[shuffled])
+
+
+@pytest.mark.parametrize("O, I", [(32, 32), (96, 1120), (160, 2272), (1056, 2080), (64, 4224)])
+def test_rows_alone_and_among_130(O, I, device, rng):
+    """Each number of rows has kernels of its own, and all have the same bits; so has each way to
+    load what is not aligned."""
+    x, packed, scale, _ = case(1024, O, I, torch.bfloat16, device, rng, apart=8)
+    want = ops.int4_linear(x, packed, scale)
+    for T in range(1, 131):
+        assert torch.equal(ops.int4_linear(x[:T], packed, scale), want[:T]), T
+    for first, T in [(1023, 1), (960, 64), (77, 300)]:
+        part = slice(first, first + T)
+        assert torch.equal(ops.int4_linear(x[part], packed, scale), want[part])
+    odd = torch.empty(1024, I + 1, dtype=x.dtype, device=device)[:, 1:]
+    odd.copy_(x)
+    apart = torch.empty(scale.numel() + 1, dtype=scale.dtype, device=device)[1:].view_as(scale)
+    apart.copy_(scale)
+    for T in (1, 9, 20, 70, 1024):
+        assert torch.equal(ops.int4_linear(odd[:T], packed, scale), want[:T])
+        assert torch.equal(ops.int4_linear(x[:T], packed, apart), want[:T])
+
+
+@pytest.mark.parametrize("T", [5, 13, 40, 70])
+def test_other_rows_do_not_matter(T, device, rng):
+    x, packed, scale, _ = case(T, 64, 1120, torch.bfloat16, device, rng, apart=8)
+    want = ops.int4_linear(x, packed, scale)
+    for place in {0, 1, T // 2, T - 1}:
+        among = torch.full_like(x, torch.nan)
+        among[::2] = torch.inf
+        among[place] = x[place]
+        assert torch.equal(ops.int4_linear(among, packed, scale)[place], want[place])
+
+
+@pytest.mark.parametrize("T", [1, 16, 64])
+def test_runs_are_equal(T, device, rng):
+    x, packed, scale, _ = case(T, 192, 2176, torch.bfloat16, device, rng, apart=8)
+    want = ops.int4_linear(x, packed, scale)
+    for _ in range(200 if device.type == "cuda" else 2):
+        assert torch.equal(ops.int4_linear(x, packed, scale), want)
 
 
 def test_no_rows(device, rng):

@@ -20,6 +20,13 @@ def case(T, G, I, O, dtypes, device, rng, shift=0):
     return x[..., shift : shift + I], w[shift : shift + G * O * I].view(G, O, I)
 
 
+def between_nan(rows, features, dtype, device, rng, pitch=64):
+    """Rows on 16 bytes, with NaN between them."""
+    x = torch.full((rows, features + pitch), torch.nan)
+    x[:, :features] = torch.randn(rows, features, generator=rng)
+    return x.to(dtype).to(device)[:, :features]
+
+
 def linear_ref(x: torch.Tensor, w: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The product and the sum of its terms' magnitudes."""
     x, w = x.double().cpu().numpy(), w.double().cpu().numpy()
@@ -47,7 +54,13 @@ def test_matches_float64(T, I, O, dtypes, device, rng):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize(
     "T, G, I, O",
-    [(1, 1, 8, 3), (3, 5, 30, 7), pytest.param(2, 64, 512, 128, marks=pytest.mark.large)],
+    [
+        (1, 1, 8, 3),
+        (3, 5, 30, 7),
+        (70, 3, 48, 20),
+        (20, 4, 1096, 9),
+        pytest.param(2, 64, 512, 128, marks=pytest.mark.large),
+    ],
 )
 def test_groups_match_float64(T, G, I, O, dtypes, device, rng):
     x, w = case(T, G, I, O, dtypes, device, rng)
@@ -77,6 +90,52 @@ def test_row_invariance(I, O, dtypes, device, rng):
         assert torch.equal(ops.linear(alone, w, torch.float32)[place], want[7])
 
 
+# Inputs that make 1, 2, 4 and (for few outputs) 8 runs, some of them short or empty; outputs that
+# fill no tile.
+@pytest.mark.parametrize(
+    "I, O", [(8, 1), (128, 512), (1096, 5), (2200, 33), (4232, 24), (1024, 2112)]
+)
+def test_rows_alone_and_among_130(I, O, device, rng):
+    """Each number of rows has kernels of its own, and all have the same bits."""
+    x = between_nan(1024, I, BF16, device, rng)
+    w = torch.randn(O, I, generator=rng).bfloat16().to(device)
+    want = ops.linear(x, w, F32)
+    for T in range(1, 131):
+        assert torch.equal(ops.linear(x[:T], w, F32), want[:T]), T
+    for first, T in [(1023, 1), (960, 64), (77, 300)]:
+        assert torch.equal(ops.linear(x[first : first + T], w, F32), want[first : first + T])
+    assert torch.equal(ops.linear(x[:70], w), want[:70].bfloat16())
+
+
+@pytest.mark.parametrize("T", [5, 13, 40, 70, 200])
+def test_other_rows_do_not_matter(T, device, rng):
+    """Neighbours that are not finite, in every place of a tile."""
+    x, w = torch.randn(T, 1096, generator=rng), torch.randn(40, 1096, generator=rng)
+    x, w = x.bfloat16().to(device), w.bfloat16().to(device)
+    want = ops.linear(x, w)
+    for place in {0, 1, T // 2, T - 1}:
+        among = torch.full_like(x, torch.nan)
+        among[::2] = torch.inf
+        among[place] = x[place]
+        assert torch.equal(ops.linear(among, w)[place], want[place])
+
+
+@pytest.mark.parametrize("T", [1, 16, 64, 130])
+def test_runs_are_equal(T, device, rng):
+    x = between_nan(T, 2176, BF16, device, rng)
+    w = torch.randn(200, 2176, generator=rng).bfloat16().to(device)
+    want = ops.linear(x, w, F32)
+    for _ in range(200 if device.type == "cuda" else 2):
+        assert torch.equal(ops.linear(x, w, F32), want)
+
+
+def test_one_row_many_times(device, rng):
+    """A row that stands in memory once: its stride is zero."""
+    x = torch.randn(1, 1040, generator=rng).bfloat16().to(device)
+    w = torch.randn(40, 1040, generator=rng).bfloat16().to(device)
+    assert torch.equal(ops.linear(x.expand(70, -1), w), ops.linear(x, w).expand(70, -1))
+
+
 @pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize("T", [1, 2, 4, 9])
 def test_number_of_outputs_changes_no_bit(T, dtypes, device, rng):
@@ -87,7 +146,7 @@ def test_number_of_outputs_changes_no_bit(T, dtypes, device, rng):
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
-@pytest.mark.parametrize("T", [1, 6])
+@pytest.mark.parametrize("T", [1, 6, 16, 40, 70])
 def test_alignment_changes_no_bit(T, dtypes, device, rng):
     x, w = case(T, 3, 1288, 9, dtypes, device, rng)
     shifted = case(T, 3, 1288, 9, dtypes, device, rng, shift=1)
