@@ -173,7 +173,7 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
   if (y.numel() == 0) return y;
   auto hidden = empty(x, {T, K, F}, x.scalar_type());
   auto partial = empty(x, {T, K, D}, ScalarType::Float);
-  extent("ids", T * K);
+  auto work = empty(x, {2 + 3 * int64_t{extent("ids", T * K)}}, ScalarType::Int);
   run_on<Launch>(x, MoeExpertsParams{
                         .x = data(x),
                         .ids = data<int32_t>(ids),
@@ -185,6 +185,7 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
                         .shared = data(shared),
                         .hidden = mutable_data(hidden),
                         .partial = mutable_data<float>(partial),
+                        .work = mutable_data<int32_t>(work),
                         .y = mutable_data(y),
                         .x_stride = x.stride(0),
                         .T = extent("x", T),

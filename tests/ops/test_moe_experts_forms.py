@@ -1,0 +1,92 @@
+"""One arithmetic: whatever form moe_experts takes for a number of rows, a row has the same bits.
+
+On a GPU, packed bfloat16 experts are multiplied by groups of 8 rows or, from 513 pairs (t, k) on
+where rows stand on 16 bytes, of 64.
+"""
+
+import pytest
+import torch
+from test_moe_experts import Case
+
+from kdtree import ops
+
+KIND = "int4-bfloat16"
+MANY = 520  # pairs at least, of every case
+
+
+def case_of(D, F, E, K, device, rng, T=None):
+    case = Case(T or -(-MANY // K), D, F, E, K, KIND, device, rng)
+    case.x = case.x.clone()  # rows side by side: on 16 bytes
+    return case
+
+
+def check_rows(case, counts):
+    want = ops.moe_experts(*case.args())
+    assert want.isfinite().all()
+    for T in counts:
+        for first in {0, 3, len(want) - T}:
+            rows = slice(first, first + T)
+            assert torch.equal(ops.moe_experts(*case.args(rows)), want[rows]), (T, first)
+
+
+# tiles of D and F that fill stages and runs, and such that do not
+@pytest.mark.parametrize("D, F", [(1024, 128), (352, 96), (32, 32), (608, 544), (64, 1056)])
+def test_forms_agree(D, F, device, rng):
+    case = case_of(D, F, 7, 4, device, rng)
+    case.ids[::5, 2] = -1
+    case.ids[::3, 1] = case.ids[::3, 0]  # twice in a row
+    case.ids[4] = case.ids[-2] = -1
+    check_rows(case, (1, 2, 8, 33, 64, 127))
+
+
+def test_every_count(device, rng):
+    case = case_of(160, 96, 5, 8, device, rng, T=70)
+    case.ids[::4, 3] = -1
+    check_rows(case, range(1, 71))
+
+
+@pytest.mark.parametrize("E, K", [(1, 1), (6, 1), (1, 3), (1000, 64)])
+def test_experts_at_the_limits(E, K, device, rng):
+    check_rows(case_of(96, 64, E, K, device, rng, T=-(-MANY // K) + 7), (1, 7, 9))
+
+
+def test_all_rows_to_one_expert(device, rng):
+    case = case_of(160, 64, 9, 2, device, rng)
+    case.ids[:] = 8
+    check_rows(case, (1, 8, 9, 64, 65, 150))
+
+
+def test_rows_that_start_anywhere(device, rng):
+    case = case_of(160, 96, 5, 8, device, rng)
+    want = ops.moe_experts(*case.args())
+    for pad in (1, 2, 4):  # by 2, 4 and 8 bytes
+        x = torch.full((len(want), 160 + pad), torch.nan, dtype=case.x.dtype, device=device)
+        x[:, pad:] = case.x
+        case.x = x[:, pad:]
+        assert torch.equal(ops.moe_experts(*case.args()), want)
+        assert torch.equal(ops.moe_experts(*case.args(slice(5, 9))), want[5:9])
+
+
+@pytest.mark.parametrize("T", [3, 70])
+def test_bits_from_run_to_run(T, device, rng):
+    case = case_of(288, 160, 11, 8, device, rng, T=T)
+    want = ops.moe_experts(*case.args())
+    for _ in range(200 if device.type == "cuda" else 3):
+        assert torch.equal(ops.moe_experts(*case.args()), want)
+
+
+def test_calls_at_the_same_time(device, rng):
+    """Nothing that calls share makes them differ."""
+    if device.type != "cuda":
+        pytest.skip("streams are CUDA's")
+    cases = [case_of(256, 160, 11, 8, device, rng, T=T) for T in (1, 9, 40, 66)]
+    want = [ops.moe_experts(*case.args()) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(20):
+        for stream, case in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(ops.moe_experts(*case.args()))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want[i % len(cases)]) for i, y in enumerate(got))
