@@ -139,7 +139,7 @@ struct MoeExpertsParams {
   const void* shared;         // [T, D], contiguous, may be null
   void* hidden;               // [T, K, F], workspace
   float* partial;             // [T, K, D], workspace
-  int32_t* work;              // [2 + 3 T K], workspace
+  int32_t* work;              // [2 + 3 T K], workspace of KDTREE_TENSOR_CORES, else null
   void* y;                    // [T, D], contiguous
   int64_t x_stride;           // elements
   int T, D, F, E, K;

@@ -173,7 +173,10 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
   if (y.numel() == 0) return y;
   auto hidden = empty(x, {T, K, F}, x.scalar_type());
   auto partial = empty(x, {T, K, D}, ScalarType::Float);
-  auto work = empty(x, {2 + 3 * int64_t{extent("ids", T * K)}}, ScalarType::Int);
+  extent("ids", T * K);
+#ifdef KDTREE_TENSOR_CORES
+  auto work = empty(x, {2 + 3 * T * K}, ScalarType::Int);
+#endif
   run_on<Launch>(x, MoeExpertsParams{
                         .x = data(x),
                         .ids = data<int32_t>(ids),
@@ -185,7 +188,9 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
                         .shared = data(shared),
                         .hidden = mutable_data(hidden),
                         .partial = mutable_data<float>(partial),
+#ifdef KDTREE_TENSOR_CORES
                         .work = mutable_data<int32_t>(work),
+#endif
                         .y = mutable_data(y),
                         .x_stride = x.stride(0),
                         .T = extent("x", T),

@@ -1,4 +1,4 @@
-// Product with INT4 weights: the plain kernel, for float32.
+// Product with INT4 weights.
 //
 //   y[t, o] = sum_i x[t, i] * (code[o, i] - 8) * scale[o, i / 32]
 //
@@ -6,11 +6,14 @@
 //         neighbours share weights in L2; warp w takes the tiles w, w + kWarps, ... of a tile row.
 // Smem    R rows of the tiles in flight, as floats, per warp; then the warps' sums, added in order.
 // Reads   weights once per row block (from HBM once), x once per tile row (from L2).
-// Floor   O * I * (1/2 + 1/8) bytes of HBM: 18.4 MB at O = 4096, I = 7168, 4.2 us at 4.4 TB/s
-//         (H200). R rows cost 36 R fma a lane and tile: bound by these from R = 2 on.
+// Floor   O * I * (1/2 + 1/16) bytes of HBM with bf16 scales: 16.5 MB at O = 4096, I = 7168, 3.4 us
+//         at 4.8 TB/s (H200). On CUDA cores, R rows cost 36 R fma a lane and tile: bound by these
+//         from R = 2 on.
 // Needs   w on 16 bytes.
 #include "int4.cuh"
-#include "int4_product.cuh"
+#ifdef KDTREE_TENSOR_CORES
+#include "tensor_cores/int4_product.cuh"
+#endif
 
 namespace kdtree::cuda {
 namespace {
@@ -28,7 +31,7 @@ constexpr int kAhead = R == 1       ? 4
 // The rows of a block: a row has the same bits in each.
 int row_block(int T) { return T > 4 ? kRows : T > 2 ? 4 : T; }
 
-template <int R>
+template <class Element, int R>
 __global__ void __launch_bounds__(kThreads)
     int4_linear_kernel(const __grid_constant__ Int4LinearParams p) {
   __shared__ alignas(16) float stage[kWarps][kAhead<R> * R * kInt4Tile];
@@ -36,34 +39,25 @@ __global__ void __launch_bounds__(kThreads)
   const int tiles = p.I / kInt4Tile, first = blockIdx.x * R, warp = threadIdx.x / kWarp;
   const int64_t tile_row = blockIdx.y;
 
-  const float* x[R];
+  const Element* x[R];
 #pragma unroll
   for (int r = 0; r < R; ++r)  // beyond the last row, the last row again: it is not stored
-    x[r] = static_cast<const float*>(p.x) + min(first + r, p.T - 1) * p.x_stride;
+    x[r] = static_cast<const Element*>(p.x) + min(first + r, p.T - 1) * p.x_stride;
   int4_tiles<R, kAhead<R>>(p.w + tile_row * tiles * kInt4Words,
-                           static_cast<const float*>(p.scale) + tile_row * tiles * kInt4Tile, tiles,
-                           warp, kWarps, x, stage[warp], partial[warp]);
+                           static_cast<const Element*>(p.scale) + tile_row * tiles * kInt4Tile,
+                           tiles, warp, kWarps, x, stage[warp], partial[warp]);
   __syncthreads();
 
   const int r = threadIdx.x / kInt4Tile, o = threadIdx.x % kInt4Tile;
   if (r >= R || first + r >= p.T) return;
   float sum = 0;
   for (int w = 0; w < kWarps; ++w) sum += partial[w][threadIdx.x];
-  static_cast<float*>(p.y)[int64_t{first + r} * p.O + tile_row * kInt4Tile + o] = sum;
+  static_cast<Element*>(p.y)[int64_t{first + r} * p.O + tile_row * kInt4Tile + o] = Element(sum);
 }
 static_assert(kRows * kInt4Tile <= kThreads, "a thread per sum");
 
-void plain(const Int4LinearParams& p, Stream stream) {
-  dispatch<1, 2, 4, kRows>(row_block(p.T), "rows", [&](auto R) {
-    const dim3 blocks(ceil_div(p.T, R), p.O / kInt4Tile);
-    launch(int4_linear_kernel<R>, {blocks, kThreads}, stream, p);
-  });
-}
-
-}  // namespace
-
-void int4_linear(const Int4LinearParams& p, Stream stream) {
-  if (p.dtype == DType::f32) return plain(p, stream);
+#ifdef KDTREE_TENSOR_CORES
+void int4_linear_bf16(const Int4LinearParams& p, Stream stream) {
   const Product product{
       .w = p.w,
       .scale = p.scale,
@@ -77,6 +71,21 @@ void int4_linear(const Int4LinearParams& p, Stream stream) {
       .y_dtype = p.dtype,
   };
   int4_linear_mma(product, stream);
+}
+#endif
+
+}  // namespace
+
+void int4_linear(const Int4LinearParams& p, Stream stream) {
+#ifdef KDTREE_TENSOR_CORES
+  if (p.dtype == DType::bf16) return int4_linear_bf16(p, stream);
+#endif
+  dispatch(p.dtype, [&](auto element) {
+    dispatch<1, 2, 4, kRows>(row_block(p.T), "rows", [&](auto R) {
+      const dim3 blocks(ceil_div(p.T, R), p.O / kInt4Tile);
+      launch(int4_linear_kernel<decltype(element), R>, {blocks, kThreads}, stream, p);
+    });
+  });
 }
 
 }  // namespace kdtree::cuda

@@ -1,4 +1,4 @@
-// Routed experts, for any shape: plain weights, and INT4 weights of float32 rows.
+// Routed experts.
 //
 //   h[t, k] = silu(gate[ids[t, k]] x[t]) * (up[ids[t, k]] x[t]), rounded to dtype
 //   y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]
@@ -17,8 +17,10 @@
 // Needs   packed weights on 16 bytes; T * K an int.
 #include "dot.cuh"
 #include "int4.cuh"
-#include "moe_experts_int4.cuh"
 #include "moe_pairs.cuh"
+#ifdef KDTREE_TENSOR_CORES
+#include "tensor_cores/moe_experts_int4.cuh"
+#endif
 
 namespace kdtree::cuda {
 namespace {
@@ -38,10 +40,11 @@ constexpr int kAhead = kMoeRows / R;
 
 __device__ float silu(float x) { return x / (1 + expf(-x)); }
 
+template <class Element>
 struct Int4Smem {
   alignas(16) float stage[kWarps][kMoeRows * kInt4Tile];  // kAhead<R> tiles of R rows
   float sums[kWarps][kMoeRows * kInt4Tile];
-  const float* row[kMoeRows];
+  const Element* row[kMoeRows];
   MoePairs<kThreads> pairs;
 
   // The sum, in order, of what the warps first .. first + count - 1 left for this thread.
@@ -52,19 +55,20 @@ struct Int4Smem {
   }
 };
 
+template <class Element>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     int4_hidden_kernel(const __grid_constant__ MoeExpertsParams p) {
-  __shared__ Int4Smem smem;
+  __shared__ Int4Smem<Element> smem;
   const int hidden_tiles = p.F / kInt4Tile, tile = blockIdx.x % hidden_tiles;
   const int expert = moe_expert(p, blockIdx.x / hidden_tiles);
   if (expert < 0) return;
   const int warp = threadIdx.x / kWarp, half = kWarps / 2, tiles = p.D / kInt4Tile;
   const int64_t tile_row = (2 * int64_t{expert} + warp / half) * hidden_tiles + tile;
   const auto* w = static_cast<const int32_t*>(p.gate_up) + tile_row * tiles * kInt4Words;
-  const auto* scale = static_cast<const float*>(p.gate_up_scale) + tile_row * tiles * kInt4Tile;
+  const auto* scale = static_cast<const Element*>(p.gate_up_scale) + tile_row * tiles * kInt4Tile;
   for_groups(p, expert, smem.pairs, [&]<int R>(const int* pairs, int count) {
     if (threadIdx.x < R)  // beyond the last row, the last row again: it is not stored
-      smem.row[threadIdx.x] = static_cast<const float*>(p.x) +
+      smem.row[threadIdx.x] = static_cast<const Element*>(p.x) +
                               pairs[min(int(threadIdx.x), count - 1)] / p.K * p.x_stride;
     __syncthreads();
     int4_tiles<R, kAhead<R>>(w, scale, tiles, warp % half, half, smem.row, smem.stage[warp],
@@ -72,25 +76,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncthreads();
     const int r = threadIdx.x / kInt4Tile, f = tile * kInt4Tile + threadIdx.x % kInt4Tile;
     if (r < count)
-      static_cast<float*>(p.hidden)[int64_t{pairs[r]} * p.F + f] =
-          float(silu(smem.sum(0, half)) * smem.sum(half, half));
+      static_cast<Element*>(p.hidden)[int64_t{pairs[r]} * p.F + f] =
+          Element(silu(smem.sum(0, half)) * smem.sum(half, half));
     __syncthreads();  // the sums have been read
   });
 }
 
+template <class Element>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     int4_down_kernel(const __grid_constant__ MoeExpertsParams p) {
-  __shared__ Int4Smem smem;
+  __shared__ Int4Smem<Element> smem;
   const int tile_rows = p.D / kInt4Tile, tile = blockIdx.x % tile_rows;
   const int expert = moe_expert(p, blockIdx.x / tile_rows);
   if (expert < 0) return;
   const int warp = threadIdx.x / kWarp, tiles = p.F / kInt4Tile;
   const int64_t tile_row = int64_t{expert} * tile_rows + tile;
   const auto* w = static_cast<const int32_t*>(p.down) + tile_row * tiles * kInt4Words;
-  const auto* scale = static_cast<const float*>(p.down_scale) + tile_row * tiles * kInt4Tile;
+  const auto* scale = static_cast<const Element*>(p.down_scale) + tile_row * tiles * kInt4Tile;
   for_groups(p, expert, smem.pairs, [&]<int R>(const int* pairs, int count) {
     if (threadIdx.x < R)
-      smem.row[threadIdx.x] = static_cast<const float*>(p.hidden) +
+      smem.row[threadIdx.x] = static_cast<const Element*>(p.hidden) +
                               int64_t{pairs[min(int(threadIdx.x), count - 1)]} * p.F;
     __syncthreads();
     int4_tiles<R, kAhead<R>>(w, scale, tiles, warp, kWarps, smem.row, smem.stage[warp],
@@ -169,23 +174,26 @@ void launch_plain(const MoeExpertsParams& p, Stream stream) {
   launch(plain_down_kernel<Element, kAligned>, {blocks(p.D), kDotThreads}, stream, p);
 }
 
+template <class Element>
 void launch_int4(const MoeExpertsParams& p, Stream stream) {
   const auto blocks = [&](int outputs) { return moe_slots(p) * (outputs / kInt4Tile); };
-  launch(int4_hidden_kernel, {blocks(p.F), kThreads}, stream, p);
-  launch(int4_down_kernel, {blocks(p.D), kThreads}, stream, p);
+  launch(int4_hidden_kernel<Element>, {blocks(p.F), kThreads}, stream, p);
+  launch(int4_down_kernel<Element>, {blocks(p.D), kThreads}, stream, p);
 }
 
 }  // namespace
 
 void moe_experts(const MoeExpertsParams& p, Stream stream) {
+#ifdef KDTREE_TENSOR_CORES
   if (p.gate_up_scale && p.dtype == DType::bf16) return moe_experts_int4(p, stream);
+#endif
   dispatch(p.dtype, [&](auto element) {
     using Element = decltype(element);
     const bool vectors =
         dot_aligned<Element>(p.x, p.x_stride, p.D) && dot_aligned<Element>(p.hidden, p.F, p.F) &&
         dot_aligned<Element>(p.gate_up, p.D, p.D) && dot_aligned<Element>(p.down, p.F, p.F);
     if (p.gate_up_scale)
-      launch_int4(p, stream);
+      launch_int4<Element>(p, stream);
     else if (vectors)
       launch_plain<Element, true>(p, stream);
     else

@@ -7,8 +7,8 @@
 
 #include <cstddef>
 
+#include "../mma.cuh"
 #include "async.cuh"
-#include "mma.cuh"
 
 namespace kdtree::cuda {
 

@@ -7,8 +7,8 @@
 // how many each takes depends on the shape and on the rows, and changes no bit.
 #pragma once
 
+#include "../mma.cuh"
 #include "cluster.cuh"
-#include "mma.cuh"
 
 namespace kdtree::cuda {
 

@@ -1,7 +1,7 @@
 // Bulk copies onto barriers of shared memory, clusters of blocks, kernels that begin early (sm_90 on).
 #pragma once
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace kdtree::cuda {
 

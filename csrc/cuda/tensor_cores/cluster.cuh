@@ -2,7 +2,7 @@
 // has clusters of one block.
 #pragma once
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace kdtree::cuda {
 

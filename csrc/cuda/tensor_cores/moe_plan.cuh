@@ -2,7 +2,7 @@
 // pairs cut into groups. A row has the same bits in any group, so their order does not matter.
 #pragma once
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace kdtree::cuda {
 

@@ -5,7 +5,7 @@
 // tiles; the runs are added in order, from zero on. A down output's inputs are one chain.
 #pragma once
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace kdtree::cuda {
 

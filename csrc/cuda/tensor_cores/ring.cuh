@@ -1,7 +1,7 @@
 // A ring of stages in shared memory that one thread fills by the copy engine and others empty.
 #pragma once
 
-#include "common.cuh"
+#include "../common.cuh"
 
 namespace kdtree::cuda {
 
