@@ -188,9 +188,6 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
                         .shared = data(shared),
                         .hidden = mutable_data(hidden),
                         .partial = mutable_data<float>(partial),
-#ifdef KDTREE_TENSOR_CORES
-                        .work = mutable_data<int32_t>(work),
-#endif
                         .y = mutable_data(y),
                         .x_stride = x.stride(0),
                         .T = extent("x", T),
@@ -199,6 +196,9 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
                         .E = extent("gate_up", gate_up.size(0)),
                         .K = extent("ids", K),
                         .dtype = dtype,
+#ifdef KDTREE_TENSOR_CORES
+                        .work = mutable_data<int32_t>(work),
+#endif
                     });
   return y;
 }
