@@ -217,7 +217,8 @@ def int4(rows: Rows) -> Iterator[str]:
 
 def projection(rows: Rows) -> Iterator[str]:
     """Kimi-K2.6 on 8 H200: floors of `plan`, acceptance lengths of the demo pair."""
-    kept = [r for r in rows if r["drafter"] == "dflash" and r["category"] in ("code", "prose")]
+    of = kind(rows, "acceptance") + kind(rows, "auto")
+    kept = [r for r in of if r["drafter"] == "dflash" and r["category"] in ("code", "prose")]
     auto = [r for r in kept if r["kind"] == "auto" and r["by"] == kimi.NAME]
     kept = [r for r in kept if r["kind"] == "acceptance"]
     costs = kimi.costs(sorted({1, *(row["budget"] + 1 for row in kept)}))

@@ -160,6 +160,15 @@ def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
     assert run.sizes[400] > 1 and run.sizes[-20:].count(1) == 0
 
 
+def test_what_other_texts_gained_is_soon_forgotten():
+    """Nine drafts, where sixteen good ones before would take twenty-two to forget."""
+    run = auto(SKILLS["good"], TABLES["experts"], 0.2).run(200, SKILLS["good"])
+    before = run.drafter.drafter.drafts
+    run.drafter.start(0, 0, [1])
+    run.run(60, SKILLS["nil"])
+    assert run.drafter.drafter.drafts - before < 15
+
+
 def test_a_drafter_with_nothing_to_say_costs_little():
     """And is asked again: what its draft costs is all that it may lose."""
     skill, costs = SKILLS["good"], TABLES["cliff"]
