@@ -101,6 +101,7 @@ def acceptance(rows: Rows) -> Iterator[str]:
     columns = sorted(categories(rows), key=lambda each: each[1])
     by = {(label(r), (r["category"], r["temperature"])): r for r in rows if "," not in r["drafter"]}
     names = list(dict.fromkeys(name for name, _ in by))
+    names = [name for name in names if all((name, column) in by for column in columns)]
     body = []
     for name in names:
         found = [by[name, column] for column in columns]
