@@ -50,7 +50,9 @@ def ninja_file(build: Path, library: Path, nvcc: str | None) -> str:
     includes = " ".join(f"-isystem {p}" for p in include_paths())
     archs = os.environ.get("KDTREE_CUDA_ARCHS", "90a;120f").split(";")
     gencode = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs)
-    tensor_cores = bool(nvcc) and os.environ.get("KDTREE_TENSOR_CORES") == "1"
+    tensor_cores = os.environ.get("KDTREE_TENSOR_CORES") == "1"
+    if tensor_cores and nvcc is None:
+        raise SystemExit("KDTREE_TENSOR_CORES=1, but no CUDA kernels are built: there is no nvcc")
     define = "-DKDTREE_CUDA" if nvcc else ""
     nvcc_flags = NVCC
     if tensor_cores:
