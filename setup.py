@@ -4,9 +4,6 @@ torch's stable ABI makes one build serve every torch >= 2.11, CPU-only or CUDA, 
 neither a GPU nor a CUDA build of torch is needed to build the CUDA kernels.
 
     KDTREE_CUDA=0       leave the CUDA kernels out; =1 makes a missing nvcc an error
-    KDTREE_TENSOR_CORES=1
-                        add csrc/cuda/tensor_cores: bfloat16 products that were not run on a GPU as
-                        they are now (docs/kernels.md); without it the general kernels do it all
     KDTREE_CUDA_ARCHS   GPU targets, "90a;120f" by default
     MAX_JOBS            compilers at a time, one per core by default
 """
@@ -50,27 +47,19 @@ def ninja_file(build: Path, library: Path, nvcc: str | None) -> str:
     includes = " ".join(f"-isystem {p}" for p in include_paths())
     archs = os.environ.get("KDTREE_CUDA_ARCHS", "90a;120f").split(";")
     gencode = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs)
-    tensor_cores = os.environ.get("KDTREE_TENSOR_CORES") == "1"
-    if tensor_cores and nvcc is None:
-        raise SystemExit("KDTREE_TENSOR_CORES=1, but no CUDA kernels are built: there is no nvcc")
     define = "-DKDTREE_CUDA" if nvcc else ""
-    nvcc_flags = NVCC
-    if tensor_cores:
-        define += " -DKDTREE_TENSOR_CORES"
-        nvcc_flags += " -DKDTREE_TENSOR_CORES"
     cxx = f"{CXX} {os.environ.get('CFLAGS', '')}"
     # libtorch pulls in libtorch_cuda where there is one; both are found in the process, not by
     # path.
     link = f"{nvcc} -shared -cudart static" if nvcc else "c++ -shared"
     torch_libs = f"-L{library_paths()[0]} -Xlinker --no-as-needed -ltorch -ltorch_cpu"
     sources = [*sorted((ROOT / "csrc").glob("*.cpp")), *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
-    sources += sorted((ROOT / "csrc/cuda").glob("*.cu")) if nvcc else []
-    sources += sorted((ROOT / "csrc/cuda/tensor_cores").glob("*.cu")) if tensor_cores else []
+    sources += sorted((ROOT / "csrc/cuda").glob("**/*.cu")) if nvcc else []
     objects = [build / f"{s.parent.name}_{s.name}.o" for s in sources]
     rules = [
         f"rule cxx\n  command = c++ -MMD -MF $out.d {cxx} {define} {includes} -c $in -o $out",
         "  depfile = $out.d\n  deps = gcc",
-        f"rule nvcc\n  command = {nvcc} -MD -MF $out.d {nvcc_flags} {gencode} -c $in -o $out",
+        f"rule nvcc\n  command = {nvcc} -MD -MF $out.d {NVCC} {gencode} -c $in -o $out",
         "  depfile = $out.d\n  deps = gcc",
         f"rule link\n  command = {link} -o $out $in {torch_libs}",
     ]

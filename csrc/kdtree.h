@@ -139,13 +139,11 @@ struct MoeExpertsParams {
   const void* shared;         // [T, D], contiguous, may be null
   void* hidden;               // [T, K, F], workspace
   float* partial;             // [T, K, D], workspace
+  int32_t* work;              // [2 + 3 T K], workspace
   void* y;                    // [T, D], contiguous
   int64_t x_stride;           // elements
   int T, D, F, E, K;
   DType dtype;  // of x, shared, y, and of the weights or the scales
-#ifdef KDTREE_TENSOR_CORES
-  int32_t* work;  // [2 + 3 T K], workspace
-#endif
 };
 
 // The k best of each row, best first, ties to the lower id: logprob = logit - logsumexp(row), NaN

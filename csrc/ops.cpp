@@ -19,10 +19,6 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
   m.def("linear(Tensor x, Tensor w, ScalarType? out_dtype) -> Tensor");
   m.def("swiglu(Tensor x) -> Tensor");
 
-#ifdef KDTREE_TENSOR_CORES
-  m.def("tensor_cores() -> ()");  // tells that they are in this build; does nothing
-#endif
-
   m.def("int4_pack(Tensor codes, Tensor scale) -> (Tensor, Tensor)");
   m.def("int4_linear(Tensor x, Tensor packed, Tensor scale) -> Tensor");
   m.def(

@@ -173,10 +173,8 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
   if (y.numel() == 0) return y;
   auto hidden = empty(x, {T, K, F}, x.scalar_type());
   auto partial = empty(x, {T, K, D}, ScalarType::Float);
-  extent("ids", T * K);
-#ifdef KDTREE_TENSOR_CORES
   auto work = empty(x, {2 + 3 * T * K}, ScalarType::Int);
-#endif
+  extent("ids", T * K);
   run_on<Launch>(x, MoeExpertsParams{
                         .x = data(x),
                         .ids = data<int32_t>(ids),
@@ -188,6 +186,7 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
                         .shared = data(shared),
                         .hidden = mutable_data(hidden),
                         .partial = mutable_data<float>(partial),
+                        .work = mutable_data<int32_t>(work),
                         .y = mutable_data(y),
                         .x_stride = x.stride(0),
                         .T = extent("x", T),
@@ -196,9 +195,6 @@ Tensor moe_experts(const Tensor x, const Tensor ids, const Tensor weights, const
                         .E = extent("gate_up", gate_up.size(0)),
                         .K = extent("ids", K),
                         .dtype = dtype,
-#ifdef KDTREE_TENSOR_CORES
-                        .work = mutable_data<int32_t>(work),
-#endif
                     });
   return y;
 }

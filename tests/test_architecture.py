@@ -1,7 +1,6 @@
 """The dependency rules of the code, so that they hold without anyone remembering them."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -14,8 +13,7 @@ from kdtree.tree import MAX_DEPTH, MAX_NODES
 from kdtree.weights.formats import GROUP
 
 ROOT = Path(__file__).parent.parent
-TENSOR_CORES = os.environ.get("KDTREE_TENSOR_CORES") == "1"  # as setup.py reads it
-KERNELS = sorted((ROOT / "csrc/cuda").glob("**/*.cu" if TENSOR_CORES else "*.cu"))
+KERNELS = sorted((ROOT / "csrc/cuda").glob("**/*.cu"))
 COMMON = (ROOT / "csrc/cuda/common.cuh").read_text()
 FOLDERS = ("csrc", "kdtree", "python", "tests", "benchmarks")
 SOURCES = [
@@ -97,8 +95,6 @@ def test_kernel_fits_every_card(path, tmp_path):
 
     binary = tmp_path / "kernel.o"
     flags = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in ("90a", "120f"))
-    if TENSOR_CORES:
-        flags += " -DKDTREE_TENSOR_CORES"
     report = run(
         f"nvcc -std=c++20 -O3 --fmad=false {flags} -Xptxas=-v -c {path} -o {binary}"
     ).stderr

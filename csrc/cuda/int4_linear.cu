@@ -11,9 +11,7 @@
 //         from R = 2 on.
 // Needs   w on 16 bytes.
 #include "int4.cuh"
-#ifdef KDTREE_TENSOR_CORES
 #include "tensor_cores/int4_product.cuh"
-#endif
 
 namespace kdtree::cuda {
 namespace {
@@ -56,7 +54,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 static_assert(kRows * kInt4Tile <= kThreads, "a thread per sum");
 
-#ifdef KDTREE_TENSOR_CORES
 void int4_linear_bf16(const Int4LinearParams& p, Stream stream) {
   const Product product{
       .w = p.w,
@@ -72,19 +69,14 @@ void int4_linear_bf16(const Int4LinearParams& p, Stream stream) {
   };
   int4_linear_mma(product, stream);
 }
-#endif
 
 }  // namespace
 
 void int4_linear(const Int4LinearParams& p, Stream stream) {
-#ifdef KDTREE_TENSOR_CORES
   if (p.dtype == DType::bf16) return int4_linear_bf16(p, stream);
-#endif
-  dispatch(p.dtype, [&](auto element) {
-    dispatch<1, 2, 4, kRows>(row_block(p.T), "rows", [&](auto R) {
-      const dim3 blocks(ceil_div(p.T, R), p.O / kInt4Tile);
-      launch(int4_linear_kernel<decltype(element), R>, {blocks, kThreads}, stream, p);
-    });
+  dispatch<1, 2, 4, kRows>(row_block(p.T), "rows", [&](auto R) {
+    const dim3 blocks(ceil_div(p.T, R), p.O / kInt4Tile);
+    launch(int4_linear_kernel<float, R>, {blocks, kThreads}, stream, p);
   });
 }
 

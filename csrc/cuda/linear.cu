@@ -12,9 +12,7 @@
 //         bf16 about half as much again.
 // Needs   nothing: where I, w or x are not made of 16-byte vectors, elements are loaded one by one.
 #include "dot.cuh"
-#ifdef KDTREE_TENSOR_CORES
 #include "tensor_cores/linear.cuh"
-#endif
 
 namespace kdtree::cuda {
 namespace {
@@ -73,7 +71,6 @@ void linear(const LinearParams& p, Stream stream) {
   launch_aligned<8, X, W>(p, stream);
 }
 
-#ifdef KDTREE_TENSOR_CORES
 // bf16 rows and weights, on tensor cores.
 void linear_bf16(const LinearParams& p, Stream stream) {
   const Product product{
@@ -89,20 +86,20 @@ void linear_bf16(const LinearParams& p, Stream stream) {
       .y_dtype = p.y_dtype,
   };
   constexpr int kFewRows = 16;  // that a warp's own tiles serve better
-  const bool wgmma =
-      p.T > kFewRows && in_vectors(product) && device_has(cudaDevAttrComputeCapabilityMajor) == 9;
+  const bool wgmma = p.T > kFewRows && in_vectors(product) && device_has_wgmma();
   if (!wgmma || !linear_sm90(product, stream)) linear_mma(product, stream);
 }
-#endif
 
 }  // namespace
 
 void linear(const LinearParams& p, Stream stream) {
-#ifdef KDTREE_TENSOR_CORES
-  if (p.x_dtype == DType::bf16 && p.w_dtype == DType::bf16) return linear_bf16(p, stream);
-#endif
   dispatch(p.x_dtype, [&](auto x) {
-    dispatch(p.w_dtype, [&](auto w) { linear<decltype(x), decltype(w)>(p, stream); });
+    dispatch(p.w_dtype, [&](auto w) {
+      if constexpr (sizeof(x) == sizeof(Bf16) && sizeof(w) == sizeof(Bf16))
+        linear_bf16(p, stream);
+      else
+        linear<decltype(x), decltype(w)>(p, stream);
+    });
   });
 }
 

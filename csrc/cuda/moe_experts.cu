@@ -18,9 +18,7 @@
 #include "dot.cuh"
 #include "int4.cuh"
 #include "moe_pairs.cuh"
-#ifdef KDTREE_TENSOR_CORES
 #include "tensor_cores/moe_experts_int4.cuh"
-#endif
 
 namespace kdtree::cuda {
 namespace {
@@ -184,16 +182,14 @@ void launch_int4(const MoeExpertsParams& p, Stream stream) {
 }  // namespace
 
 void moe_experts(const MoeExpertsParams& p, Stream stream) {
-#ifdef KDTREE_TENSOR_CORES
   if (p.gate_up_scale && p.dtype == DType::bf16) return moe_experts_int4(p, stream);
-#endif
   dispatch(p.dtype, [&](auto element) {
     using Element = decltype(element);
     const bool vectors =
         dot_aligned<Element>(p.x, p.x_stride, p.D) && dot_aligned<Element>(p.hidden, p.F, p.F) &&
         dot_aligned<Element>(p.gate_up, p.D, p.D) && dot_aligned<Element>(p.down, p.F, p.F);
     if (p.gate_up_scale)
-      launch_int4<Element>(p, stream);
+      launch_int4<float>(p, stream);
     else if (vectors)
       launch_plain<Element, true>(p, stream);
     else

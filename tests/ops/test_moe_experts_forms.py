@@ -1,7 +1,7 @@
 """One arithmetic: whatever form moe_experts takes for a number of rows, a row has the same bits.
 
-On a GPU, in a build with KDTREE_TENSOR_CORES=1, packed bfloat16 experts are multiplied by groups of
-8 rows or, from 513 pairs (t, k) on where rows stand on 16 bytes, of 64.
+On a GPU packed bfloat16 experts are multiplied by groups of few rows or, where there are many pairs
+(t, k) and rows stand on 16 bytes, of many.
 """
 
 import pytest
@@ -9,10 +9,6 @@ import torch
 from test_moe_experts import Case
 
 from kdtree import ops
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.ops.kdtree, "tensor_cores"), reason="built without KDTREE_TENSOR_CORES"
-)
 
 KIND = "int4-bfloat16"
 MANY = 520  # pairs at least, of every case

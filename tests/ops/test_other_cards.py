@@ -1,0 +1,65 @@
+"""Products of many rows as cards without wgmma have them: KDTREE_MMA_SYNC=1 asks for that form."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kdtree import ops
+
+HERE = Path(__file__).parent
+TESTS = [HERE / f"test_{name}.py" for name in ("linear", "int4_linear", "moe_experts_forms")]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+
+
+def bits() -> str:
+    """A hash of what the products give for rows enough that their form differs between cards."""
+    rng = torch.Generator().manual_seed(0)
+    sums = hashlib.sha256()
+
+    def rand(*shape):
+        return torch.randn(shape, generator=rng).to("cuda", torch.bfloat16)
+
+    for T, I, O in ((17, 1024, 320), (64, 2048, 192), (130, 576, 1056)):
+        x = rand(T, I)
+        codes = torch.randint(16, (O, I), generator=rng, dtype=torch.uint8).cuda()
+        packed = ops.int4_pack(codes, rand(O, I // 32).abs())
+        for y in (ops.linear(x, rand(O, I)), ops.int4_linear(x, *packed)):
+            sums.update(y.float().cpu().numpy().tobytes())
+    T, D, F, E, K = 200, 256, 192, 5, 3
+    shapes = (E, 2 * F, D), (E, D, F)
+    banks = [
+        ops.int4_pack(
+            torch.randint(16, shape, generator=rng, dtype=torch.uint8).cuda(),
+            rand(*shape[:2], shape[2] // 32).abs(),
+        )
+        for shape in shapes
+    ]
+    (up, up_scale), (down, down_scale) = banks
+    ids = torch.rand(T, E, generator=rng).topk(K).indices.to("cuda", torch.int32)
+    weights = torch.rand(T, K, generator=rng).cuda()
+    y = ops.moe_experts(rand(T, D), ids, weights, up, down, up_scale, down_scale)
+    sums.update(y.float().cpu().numpy().tobytes())
+    return sums.hexdigest()
+
+
+def elsewhere(*command: str) -> str:
+    """What it prints where products are those of other cards."""
+    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    env = os.environ | {"KDTREE_MMA_SYNC": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_bits_are_those_of_other_cards():
+    assert elsewhere("-c", "import test_other_cards as t; print(t.bits())").strip() == bits()
+
+
+def test_right_on_other_cards():
+    plugins = "-pno:cacheprovider", "-pno:xdist"
+    elsewhere("-m", "pytest", *plugins, "-k", "cuda", "-m", "not large", *map(str, TESTS))
