@@ -24,21 +24,18 @@ def bits() -> str:
     def rand(*shape):
         return torch.randn(shape, generator=rng).to("cuda", torch.bfloat16)
 
+    def codes(*shape):
+        words = (*shape[:-1], shape[-1] // 8)
+        return torch.randint(-(2**31), 2**31, words, generator=rng, dtype=torch.int64).int().cuda()
+
     for T, I, O in ((17, 1024, 320), (64, 2048, 192), (130, 576, 1056)):
         x = rand(T, I)
-        codes = torch.randint(16, (O, I), generator=rng, dtype=torch.uint8).cuda()
-        packed = ops.int4_pack(codes, rand(O, I // 32).abs())
+        packed = ops.int4_pack(codes(O, I), rand(O, I // 32).abs())
         for y in (ops.linear(x, rand(O, I)), ops.int4_linear(x, *packed)):
             sums.update(y.float().cpu().numpy().tobytes())
     T, D, F, E, K = 200, 256, 192, 5, 3
     shapes = (E, 2 * F, D), (E, D, F)
-    banks = [
-        ops.int4_pack(
-            torch.randint(16, shape, generator=rng, dtype=torch.uint8).cuda(),
-            rand(*shape[:2], shape[2] // 32).abs(),
-        )
-        for shape in shapes
-    ]
+    banks = [ops.int4_pack(codes(*s), rand(*s[:2], s[2] // 32).abs()) for s in shapes]
     (up, up_scale), (down, down_scale) = banks
     ids = torch.rand(T, E, generator=rng).topk(K).indices.to("cuda", torch.int32)
     weights = torch.rand(T, K, generator=rng).cuda()
