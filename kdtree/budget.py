@@ -17,7 +17,6 @@ from kdtree.calibration import Nodes
 from kdtree.costs import Costs
 from kdtree.drafters import Drafter
 from kdtree.policy import Policy
-from kdtree.record import to_host
 from kdtree.state import State
 from kdtree.tree import Path, TokenTree
 
@@ -29,7 +28,7 @@ class AutoBudget:
 
     costs: of rounds, by the sizes to choose among; timed: mend them by what rounds take
     chosen: how many rounds took each N; drafts: how many had a draft
-    The choice is made on the host, from two small reads a round; a round without a draft has none.
+    The choice is made on the host, from small reads: three a round with a draft, else two.
     """
 
     def __init__(self, drafter: Drafter, costs: Costs, timed: bool = False):
@@ -39,7 +38,7 @@ class AutoBudget:
         self.chosen: Counter[int] = Counter()
         self.drafts = 0
         self._drafted: bool | None = None  # whether this text's last round had a draft
-        self._warm = False  # and the one before it too, or neither: so that its time counts
+        self._counts = False  # whether its time does
         self._size, self._began = 1, 0.0  # N of the last round, and when it began
         self._path: Path | None = None  # what became of it
         self._held: list[tuple[Path, Tensor | None]] = []  # what the drafter has not heard of
@@ -51,7 +50,7 @@ class AutoBudget:
         self.drafter.start(b, request, prompt)
         self._learn()
         self.policy.start()
-        self._drafted, self._warm = None, False  # what the last one takes is not its own any more
+        self._drafted, self._counts = None, False  # what the last one takes is not its own any more
 
     def prefill(self, b: int, taps: Tensor | None) -> None:
         self.drafter.prefill(b, taps)
@@ -60,7 +59,8 @@ class AutoBudget:
         self._time()
         self._learn()
         drafts = self.policy.drafts()
-        self._warm, self._drafted = drafts == self._drafted, drafts
+        self._counts = drafts == self._drafted  # the first of a kind finds its weights elsewhere
+        self._drafted = drafts
         if not drafts:
             size, tree = 1, TokenTree.root(state.root()).masked(state.active)
         else:
@@ -75,9 +75,9 @@ class AutoBudget:
         return tree
 
     def commit(self, path: Path, taps: Tensor | None) -> None:
+        self._path = path
         if self._drafted:
             self.drafter.commit(path, taps)
-            self._path = path
         else:
             self._held.append((path, taps))
             if len(self._held) == HELD:
@@ -86,15 +86,19 @@ class AutoBudget:
     def _time(self) -> None:
         """A round begins, and the one before has ended."""
         now = time.perf_counter()
-        if self.policy.pace and self._warm:
+        if self.policy.pace and self._counts:
             self.policy.pace.see(now - self._began, self._size, self._drafted)
         self._began = now
 
     def _learn(self) -> None:
-        """What became of the last draft."""
-        if self._path is not None:
-            self.policy.learn(to_host(self._path.node).numpy())
-            self._path = None
+        """What became of the last round."""
+        if self._path is None:
+            return
+        path, logprob = self._path.node.tolist(), self._path.logprob.tolist()
+        if self._drafted:
+            self.policy.learn(path)
+        self.policy.see(logprob, path)
+        self._path = None
 
     def _tell(self) -> None:
         """The drafter commits what was held back, as one path."""

@@ -80,10 +80,10 @@ class Calibration:
                 total[n] += tokens
         return total
 
-    def observe(self, nodes: Nodes, path: np.ndarray) -> None:
-        """Counts what became of a tree's nodes. path: [B, J], the nodes walked, then -1"""
+    def observe(self, nodes: Nodes, path: list[list[int]]) -> None:
+        """Counts what became of a tree's nodes. path: [B][J], the nodes walked, then -1"""
         seen = np.zeros((2, CELLS))
-        each = zip(nodes.parent, nodes.claim, nodes.cell, path.tolist(), strict=True)
+        each = zip(nodes.parent, nodes.claim, nodes.cell, path, strict=True)
         for parent, claim, cell, walked in each:
             for n, above in enumerate(parent):
                 if above >= 0 and above in walked:

@@ -1,5 +1,6 @@
 """The costs of rounds, measured on the engine's own model and drafter."""
 
+import statistics
 import time
 
 import torch
@@ -17,7 +18,9 @@ from kdtree.tree import MAX_DEPTH, Path, TokenTree
 from kdtree.verify import verify
 
 CANDIDATES = 16  # of a depth of the trees that are timed
-REPEATS = 7  # of each size, and of a draft, where the time allows
+REPEATS = 7  # of each size, where the time allows
+TURNS = 4  # of plain rounds and of rounds with a draft, where there is room
+IN_TURN = 3  # rounds, of which the first is not timed
 TEXT_SECONDS, TREE_SECONDS = 0.4, 1.0  # that measuring may take, but for one round of each size
 TEXT = 8  # tokens that are written in any case, where there is room: half are a tree's depth
 USUAL = 8  # nodes of the tree with which a draft is timed
@@ -45,7 +48,7 @@ def measure(model: nn.Module, cache: KvCache, state: State, drafter: Drafter) ->
         rounds = _Rounds(model, cache, state.max_seq_len, drafter)
         tree = rounds.write(drafter.nodes)
         usual = next(size for size in sizes if size >= min(USUAL, sizes[-1]))
-        draft = rounds.draft(usual)
+        whole = rounds.in_turns(usual)
         took = {size: [] for size in sizes}
         for size in sizes:  # the first of its size may build something
             rounds.again(tree.first(size))
@@ -59,7 +62,13 @@ def measure(model: nn.Module, cache: KvCache, state: State, drafter: Drafter) ->
     least = {size: min(each) for size, each in took.items()}
     # None costs more than a larger one: what seems to was disturbed, or can be padded to that.
     least = {size: min(least[n] for n in sizes if n >= size) for size in sizes}
-    return Costs(least, draft)
+    if whole is None:
+        return Costs(least)
+    # What trees cost by size is of rounds of one tree again and again; a draft's cost makes up for
+    # what that hides: where text goes on, neither model finds its weights where it left them.
+    plain, drafted = whole
+    costs = {size: plain * seconds / least[1] for size, seconds in least.items()}
+    return Costs(costs, max(drafted - costs[usual], 0.0))
 
 
 class _Rounds:
@@ -99,7 +108,7 @@ class _Rounds:
         """Writes a greedy text, of which the drafter hears. Its first half is the context; of the
         second, the best-first tree by the model's own probabilities."""
         best, end = [], time.perf_counter() + TEXT_SECONDS
-        while len(best) < min(2 * MAX_DEPTH, self.room):
+        while len(best) < min(2 * MAX_DEPTH, max(self.room // 3, 1)):
             logits, path, taps = self.run(TokenTree.root(self.state.root()))
             self.drafter.commit(path, taps)
             best.append(ops.top_logprobs(logits[:, 0], min(CANDIDATES, logits.shape[2])))
@@ -111,21 +120,26 @@ class _Rounds:
         score, token = score[:, :MAX_DEPTH].contiguous(), token[:, :MAX_DEPTH].contiguous()
         return TokenTree.build(score, token, root, nodes - 1, False)
 
-    def draft(self, size: int) -> float:
-        """Seconds of a draft, its cut to this size and its commit; the text goes on."""
+    def in_turns(self, size: int) -> tuple[float, float] | None:
+        """Seconds of a plain round and of one with a draft, cut to this size; the text goes on.
+        None where there is no room for them."""
         nodes = self.drafter.nodes
         always = AutoBudget(self.drafter, Costs({1: 1.0, size: 1e-9}))
-        took = []
-        while not took or (len(took) < REPEATS and self._left() > MAX_DEPTH):
-            began = time.perf_counter()
-            tree = always.propose(self.state)  # to the host, what the last commit left to do too
-            proposed = time.perf_counter()
-            _, path, taps = self.run(tree)
-            ran = time.perf_counter()
-            always.commit(path, taps)
-            took.append(proposed - began + time.perf_counter() - ran)
+        took = [], []
+        for _ in range(TURNS):
+            for drafter, times in zip((None, always), took, strict=True):
+                each = [self.whole(drafter) for _ in range(IN_TURN) if self._left() > MAX_DEPTH]
+                times += each[1:]
         self.drafter.nodes = nodes
-        return min(took)
+        return tuple(map(statistics.median, took)) if all(took) else None
+
+    def whole(self, drafter: AutoBudget | None) -> float:
+        """Seconds of a round as the engine has them, with a draft or None."""
+        began = time.perf_counter()
+        tree = drafter.propose(self.state) if drafter else TokenTree.root(self.state.root())
+        _, path, taps = self.run(tree)
+        (drafter or self.drafter).commit(path, taps)
+        return time.perf_counter() - began
 
     def _left(self) -> int:
         return self.room - int(self.state.length.max())

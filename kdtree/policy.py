@@ -1,7 +1,10 @@
 """When to draft and how much of it to verify, from what rounds cost and drafts have brought."""
 
 import statistics
+from bisect import bisect
 from collections import deque
+from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 
@@ -11,21 +14,37 @@ from kdtree.costs import Costs
 RECENT = 16  # drafts that the mean gain is over
 EARLIER = 4  # of them, those before a pause count as
 ELSEWHERE = 1  # and those of other texts
-FIRST = 2  # rounds of a text that have a draft in any case
-RISK = 0.01  # of the time without drafts, to be lost by trying one again
-TIMED = 5  # rounds of either kind whose median time counts
-DUE = 256  # rounds with a draft, after which one without is timed again
+FIRST, TRIAL = 3, 2  # drafts in any case, at first and after a pause: the first one is not timed
+RISK = 0.007  # of the time without drafts, to be lost by trying again
+SURE = (0.4, 0.6, 0.8)  # mean probabilities of the latest tokens by which gains are kept apart
+LATEST = 8  # tokens that it is over
+TIMED = 5  # rounds of a run, at most, whose median time counts
+DUE = 128  # rounds with a draft, after which some without are timed again
+COMPARED, TOLD = 9, 1  # runs compared whose median counts, and what was told counts as at first
 DOUBT = 1.5  # how far wrong the costs are thought to be at most: a busy machine is no measure
+
+
+@dataclass(slots=True)
+class Record:
+    """What drafts have brought, after tokens of which the model was about as sure."""
+
+    gain: float = 0.0  # mean tokens, in units of plain decoding's a round
+    drafts: float = 0.0  # that it is over
+    trials: int = FIRST  # drafts to come whatever it is
+    plain_rounds: int = 0  # since the last draft
 
 
 class Policy:
     """The choice of a round's N: 1 without a draft, else by what the draft promises.
 
     A draft gains the tokens of its round less those that plain decoding emits in the same time.
-    While the mean gain of the latest drafts is positive, every round has one; else one is tried
-    again when plain rounds have gone by of which what it may lose is the hundredth part. Tokens are
+    While the mean gain of the latest drafts is positive, every round has one; else some are tried
+    again when plain rounds have gone by of which what they may lose is a small part. Tokens are
     half what came of it and half what it promised: that varies less, and is calibrated by what
     became of earlier drafts, which may have been another matter.
+
+    Drafts come true where the model is sure. How sure it was of its latest tokens is known without
+    a draft, so gains are kept apart by that: text that begins to repeat itself is drafted at once.
     """
 
     def __init__(self, costs: Costs, nodes: int, timed: bool):
@@ -39,19 +58,34 @@ class Policy:
         self.plain = costs.rounds[1]
         self.seconds = [costs.draft + costs.rounds[size] for size in self.sizes]
         self.calibration = Calibration()
-        self.gain = 0.0  # mean tokens, of plain decoding's a round
-        self._drafts = 0.0  # that it is over
-        self._trials = FIRST  # drafts to come whatever it is
-        self._plain_rounds = 0  # since the last draft
-        self._reach = len(self.sizes)  # how many of them are looked at
         self.pace = Pace(costs) if timed else None
+        self._records = [Record() for _ in range(len(SURE) + 1)]  # by how sure the model is
+        self._sure, self._tokens = 0.0, 0.0  # mean probability of the latest tokens; their number
+        self._dear = 0.0  # tokens that a draft may cost more than is thought
+        self._reach = len(self.sizes)  # how many of the sizes are looked at
         self._last: tuple[Nodes, float, float, float] | None = None  # the tree being verified, the
         # tokens that it promised, those of plain decoding, and the seconds that it costs
 
     def start(self) -> None:
         """A text begins."""
-        self._drafts = min(self._drafts, ELSEWHERE)
-        self._trials, self._plain_rounds = FIRST, 0
+        for record in self._records:
+            record.drafts = min(record.drafts, ELSEWHERE)
+        self._tokens = min(self._tokens, 1.0)
+
+    def see(self, logprob: list[list[float]], path: list[list[int]]) -> None:
+        """The tokens of a round, by the model's log-probabilities. path: [B][J], the nodes walked,
+        then -1"""
+        walked = [zip(*each, strict=True) for each in zip(logprob, path, strict=True)]
+        chances = [exp(min(x, 0.0)) for row in walked for x, node in row if node >= 0 and x == x]
+        if chances:
+            each = len(chances) / len(path)
+            self._tokens = min(self._tokens + each, LATEST)
+            self._sure += (sum(chances) / len(chances) - self._sure) * min(each / self._tokens, 1)
+
+    @property
+    def record(self) -> "Record":
+        """Of drafts after tokens like the latest."""
+        return self._records[bisect(SURE, self._sure)]
 
     @property
     def largest(self) -> int:
@@ -60,15 +94,16 @@ class Policy:
 
     def drafts(self) -> bool:
         """Whether the next round has a draft."""
-        if self.pace and self.pace.plain_is_due():
+        record = self.record
+        if self.pace and self.pace.plain_is_due() and record.gain < self._dear:
             return False
-        if self._trials or self.gain > 0:
+        if record.trials or record.gain > 0:
             return True
-        self._plain_rounds += 1
-        if self._plain_rounds * RISK < -self.gain:
+        record.plain_rounds += 1
+        if record.plain_rounds * RISK < TRIAL * -record.gain:
             return False
-        self._drafts = min(self._drafts, EARLIER)
-        self._trials, self._plain_rounds = 1, 0
+        record.drafts = min(record.drafts, EARLIER)
+        record.trials, record.plain_rounds = TRIAL, 0
         return True
 
     def choose(self, nodes: Nodes) -> int:
@@ -79,49 +114,57 @@ class Policy:
         """
         tokens = self.calibration.expected(nodes)
         expected = np.array([tokens[size - 1] for size in self.sizes[: self._reach]])
-        trial = self._trials > 0
+        trial = self.record.trials > 0
         best = trial + int(np.argmax((expected / self.seconds[: self._reach])[trial:]))
-        self._trials -= trial
+        self.record.trials -= trial
         # A larger tree is no dearer to draft by much: two sizes beyond the best are looked at.
         self._reach = min(max(best + 3, self._reach - 1), len(self.sizes))
         size = self.sizes[best]
         self._last = nodes.first(size), expected[best], max(tokens[0], 1), self.seconds[best]
         return size
 
-    def learn(self, path: np.ndarray) -> None:
-        """What became of the last draft. path: [B, J], the nodes walked, then -1"""
+    def learn(self, path: list[list[int]]) -> None:
+        """What became of the last draft; before `see`. path: as there"""
         nodes, promised, plain, seconds = self._last
         self.calibration.observe(nodes, path)
-        tokens = (promised + (path >= 0).sum()) / 2 / plain
-        gain = tokens - seconds / self.plain * (self.pace.longer() if self.pace else 1)
-        self._drafts = min(self._drafts + 1, RECENT)
-        self.gain += (gain - self.gain) / self._drafts
+        tokens = (promised + sum(n >= 0 for row in path for n in row)) / 2 / plain
+        cost = seconds / self.plain * (self.pace.longer() if self.pace else 1)
+        self._dear = (DOUBT - 1) * cost
+        record = self.record
+        record.drafts = min(record.drafts + 1, RECENT)
+        record.gain += (tokens - cost - record.gain) / record.drafts
 
 
 class Pace:
-    """What rounds take, over what the costs say, of plain ones and of those with a draft.
+    """What rounds with a draft take, over what the costs say, where plain ones take what these say.
 
-    The costs are of a short context and of trees that the model made; these are of what is going
-    on. Only how one kind stands to the other is used.
+    The costs are of a short context, and a tree's grow faster with it than a plain round's; this is
+    of what is going on. A machine is fast now and slow then, so rounds are compared that stand
+    side by side: where a run of one kind ends, with the run of the other kind before it.
     """
 
     def __init__(self, costs: Costs):
         self.costs = costs
-        self._over = {True: deque(maxlen=TIMED), False: deque(maxlen=TIMED)}  # by whether a draft
-        self._drafts = 0  # since the last plain round
+        self._compared = deque([1.0] * TOLD, maxlen=COMPARED)
+        self._drafted = False  # the kind of the run
+        self._run: list[float] = []  # seconds over the costs' of its rounds
+        self._before: list[float] = []  # and of the run before it
+        self._due = False  # whether plain rounds are run to be timed
 
     def plain_is_due(self) -> bool:
-        return len(self._over[False]) < TIMED or self._drafts >= DUE
+        if self._drafted:
+            self._due = len(self._run) >= DUE
+        return self._due and (self._drafted or len(self._run) < TIMED)
 
     def see(self, seconds: float, size: int, drafted: bool) -> None:
-        """A round of N = size took so long."""
-        told = self.costs.rounds[size] + self.costs.draft * drafted
-        self._over[drafted].append(seconds / told)
-        self._drafts = self._drafts + 1 if drafted else 0
+        """A round of N = size took so long, the first of its run left out."""
+        if drafted != self._drafted:
+            if self._before and self._run:
+                run, before = (statistics.median(x[-TIMED:]) for x in (self._run, self._before))
+                self._compared.append(run / before if self._drafted else before / run)
+            self._drafted, self._before, self._run = drafted, self._run, []
+        self._run.append(seconds / (self.costs.rounds[size] + self.costs.draft * drafted))
 
     def longer(self) -> float:
         """How many times as long rounds with a draft take as told, where plain ones do as told."""
-        if not all(self._over.values()):
-            return 1.0
-        over = [statistics.median(self._over[drafted]) for drafted in (True, False)]
-        return min(max(over[0] / over[1], 1 / DOUBT), DOUBT)
+        return min(max(statistics.median(self._compared), 1 / DOUBT), DOUBT)

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from math import log
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_counts_by_depth_and_kind():
 
     calibration, nodes = Calibration(), Nodes.of(tree)
     assert calibration.expected(nodes) == pytest.approx([1, 1.5, 1.75, 1.95, 2.0, 2.0])
-    path = np.array([[0, 2, -1]])
+    path = [[0, 2, -1]]
     calibration.observe(nodes, path)
     claimed, accepted = calibration.count.reshape(2, -1, 3)
     assert claimed[:2].ravel() == pytest.approx([0.5, 0.25, 0, 0, 0, 0.2])
@@ -156,8 +157,34 @@ def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
     assert run.sizes[-100:].count(1) == 0
     run = auto(skill, costs, 0.1).run(400, skill)
     run.drafter.start(0, 0, [1])
-    run.run(200, SKILLS["good"])  # a new text is tried at once, and again soon where that is news
-    assert run.sizes[400] > 1 and run.sizes[-20:].count(1) == 0
+    run.run(300, SKILLS["good"])  # a new text, of which one trial says enough
+    assert run.sizes[-20:].count(1) == 0
+
+
+def test_gains_are_kept_apart_by_how_sure_the_model_is():
+    """Text that the model is sure of is drafted at once, whatever drafts lost elsewhere."""
+    policy = Policy(Costs({1: 1.0, 8: 1.2}, 0.8), 8, timed=False)
+    chain = Nodes([list(range(-1, 7))], [[0.0] * 8], [[max(n - 1, 0) * 3 for n in range(8)]])
+
+    def rounds(count, chance, right):
+        """Of them with a draft; every token of the model's with this chance."""
+        drafts = 0
+        for _ in range(count):
+            path = [[0]]
+            if policy.drafts():
+                assert policy.choose(chain) == 8
+                path = [[*range(1 + 7 * right), *[-1] * (7 - 7 * right)]]
+                policy.learn(path)
+                drafts += 1
+            policy.see([[log(chance)] * len(path[0])], path)
+        return drafts
+
+    assert rounds(200, 0.3, right=0) < 20
+    assert rounds(50, 0.95, right=1) > 40
+    assert rounds(50, 0.3, right=0) < 20
+    assert rounds(20, 0.95, right=1) >= 15  # it takes some tokens to see
+    policy.see([[float("nan")], [0.0]], [[0], [-1]])
+    assert policy.drafts()
 
 
 def test_what_other_texts_gained_is_soon_forgotten():
@@ -248,16 +275,16 @@ def test_times_full_trees_after_one_context(device):
 
         def __call__(self, step, cache, taps):
             if step.token.shape[1] > 1:
-                seen.setdefault(step.context.tolist()[0], set()).add(step.token.shape[1])
-                assert (step.position >= 0).all() and step.token[0].tolist() != step.token[
-                    1
-                ].tolist()
+                size, apart = step.token.shape[1], step.token[0].tolist() != step.token[1].tolist()
+                seen.setdefault(step.context.tolist()[0], {})[size] = apart
+                assert (step.position >= 0).all()
             return engine.model(step, cache, taps)
 
     drafter = Drafting(Skill(0.5), 64, False, 2).to(device)
     measure(Watched(), engine.cache, engine.state, drafter)
-    [timed] = [sizes for sizes in seen.values() if sizes != {8}]  # those of 8 are with a draft
-    assert timed == set(sizes_up_to(64)) - {1}
+    # Those of 8 are with a draft.
+    [timed] = [sizes for sizes in seen.values() if list(sizes) != [8]]
+    assert set(timed) == set(sizes_up_to(64)) - {1} and all(timed.values())
     assert 0 not in seen
 
 
