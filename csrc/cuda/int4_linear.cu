@@ -67,7 +67,10 @@ void int4_linear_bf16(const Int4LinearParams& p, Stream stream) {
       .I = p.I,
       .y_dtype = p.dtype,
   };
-  int4_linear_mma(product, stream);
+  constexpr int kFewRows = 8;  // that mma.sync serves as well
+  const bool vectors = aligned<Bf16>(p.x, p.x_stride) && aligned<Bf16>(p.scale, 0);
+  const bool wgmma = p.T > kFewRows && vectors && device_has_wgmma();
+  if (!wgmma || !int4_linear_sm90(product, stream)) int4_linear_mma(product, stream);
 }
 
 }  // namespace

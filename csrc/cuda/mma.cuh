@@ -71,8 +71,13 @@ __device__ inline void load_matrices(uint32_t row, uint32_t (&m)[4]) {
                : "r"(row));
 }
 
-// Four matrices whose columns stand in the rows: lane 4 * g + t holds the elements g of the rows 2t
-// and 2t + 1.
+// Matrices whose columns stand in the rows: lane 4 * g + t holds the elements g of the rows 2t and
+// 2t + 1.
+__device__ inline void load_transposed(uint32_t row, uint32_t (&m)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(m[0]), "=r"(m[1])
+               : "r"(row));
+}
 __device__ inline void load_transposed(uint32_t row, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

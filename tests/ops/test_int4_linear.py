@@ -95,6 +95,15 @@ def test_rows_alone_and_among_130(O, I, device, rng):
         assert torch.equal(ops.int4_linear(x[:T], packed, apart), want[:T])
 
 
+@pytest.mark.parametrize("O, I", [(96, 1088), (1056, 2112), (8512, 2112)])
+def test_long_and_short_rings(O, I, device, rng):
+    """Whole pairs of tiles have kernels of their own, many outputs others than few."""
+    x, packed, scale, _ = case(130, O, I, torch.bfloat16, device, rng, apart=8)
+    want = ops.int4_linear(x, packed, scale)
+    for T in (1, 8, 9, 16, 17, 32, 33, 64, 65):
+        assert torch.equal(ops.int4_linear(x[:T], packed, scale), want[:T]), T
+
+
 @pytest.mark.parametrize("T", [5, 13, 40, 70])
 def test_other_rows_do_not_matter(T, device, rng):
     x, packed, scale, _ = case(T, 64, 1120, torch.bfloat16, device, rng, apart=8)

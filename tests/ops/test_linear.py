@@ -107,6 +107,16 @@ def test_rows_alone_and_among_130(I, O, device, rng):
     assert torch.equal(ops.linear(x[:70], w), want[:70].bfloat16())
 
 
+@pytest.mark.parametrize("I, O", [(1096, 18433), (1096, 12200), (2056, 18000), (64, 70000)])
+def test_number_of_rows_among_many_outputs(I, O, device, rng):
+    """Tiles of more outputs, one after the other, and other clusters."""
+    x = between_nan(130, I, BF16, device, rng)
+    w = torch.randn(O, I, generator=rng).bfloat16().to(device)
+    want = ops.linear(x, w, F32)
+    for T in (1, 17, 33, 64, 65):
+        assert torch.equal(ops.linear(x[:T], w, F32), want[:T]), T
+
+
 @pytest.mark.parametrize("T", [5, 13, 40, 70, 200])
 def test_other_rows_do_not_matter(T, device, rng):
     """Neighbours that are not finite, in every place of a tile."""

@@ -23,15 +23,27 @@ __device__ inline void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
+// In two steps, and only of what stands in registers: it fences no memory.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Where in block `rank` stands what stands at `at` in this one's shared memory.
+__device__ inline uint32_t there(uint32_t at, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(at), "r"(rank));
+  return address;
+}
 
 // v = the four floats that stand in block `rank` where p stands in this one's shared memory.
 __device__ inline void load_cluster(const float* p, int rank, float (&v)[4]) {
   const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-               : "r"(there)
+               : "r"(there(at, rank))
                : "memory");
 }
 

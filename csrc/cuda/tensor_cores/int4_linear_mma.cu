@@ -17,16 +17,15 @@
 namespace kdtree::cuda {
 namespace {
 
-inline constexpr int kTiles = 4;                  // of a tile row in a stage
-inline constexpr int kStep = kTiles * kInt4Tile;  // inputs
 inline constexpr int kTileBytes = kInt4Words * 4;
 inline constexpr int kTileScales = kInt4Tile * 2;        // bytes
 inline constexpr int kTileInputs = kInt4Tile * 2;        // bytes of a row of x
-inline constexpr int kLine = kTiles * kTileInputs + 16;  // of a row of x, to be in other banks
-static_assert(kRunStep % kStep == 0, "a run is whole steps");
 
-template <int kWarps_, int kBN_, int kStages_, int kBlocks_>
+template <int kWarps_, int kBN_, int kTiles_, int kStages_, int kBlocks_>
 struct Int4Tile {
+  static constexpr int kTiles = kTiles_;  // of a tile row in a stage
+  static_assert(kRunStep % (kTiles * kInt4Tile) == 0, "a run is whole steps");
+  static constexpr int kLine = kTiles * kTileInputs + 16;  // of a row of x, to be in other banks
   static constexpr int kWarps = kWarps_, kBM = kWarps * kInt4Tile, kBN = kBN_, kNT = kBN / 8;
   static constexpr int kStages = kStages_, kLevels = 0;  // a run a block
   static constexpr int kBlocks = kBlocks_;               // of an SM
@@ -54,6 +53,7 @@ __device__ inline void copy_chunk(char* to, const char* from) {
 // What a thread copies of each step: of its warp's tile row, and of the rows of x.
 template <class Tile, bool kVectors>
 struct Source {
+  static constexpr int kTiles = Tile::kTiles;
   static constexpr int kChunks = kTiles * kTileInputs / 16;  // of a row of x
   static constexpr int kPass = Tile::kThreads / kChunks;     // rows at a time
 
@@ -85,12 +85,12 @@ struct Source {
     if (any && lane < min(tiles, kTiles) * (kTileScales / 16))
       copy_chunk<kVectors>(stage + Tile::kScales + warp * kTiles * kTileScales + lane * 16, scales);
     const int row = threadIdx.x / kChunks, c = threadIdx.x % kChunks;
-    char* to = stage + Tile::kRows + row * kLine + c * 16;
+    char* to = stage + Tile::kRows + row * Tile::kLine + c * 16;
 #pragma unroll
     for (int r = 0; r < Tile::kBN; r += kPass)
       if (r < rows && c < tiles * (kTileInputs / 16))
         if (Tile::kBN % kPass == 0 || r + row < Tile::kBN)
-          copy_chunk<kVectors>(to + r * kLine, x + r / kPass * x_pass);
+          copy_chunk<kVectors>(to + r * Tile::kLine, x + r / kPass * x_pass);
     words += kTiles * kTileBytes, scales += kTiles * kTileScales, x += kTiles * kTileInputs;
   }
 };
@@ -98,7 +98,7 @@ struct Source {
 template <class Tile, bool kVectors>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     int4_linear_mma_kernel(const __grid_constant__ Product p) {
-  constexpr int kStages = Tile::kStages;
+  constexpr int kStages = Tile::kStages, kTiles = Tile::kTiles;
   extern __shared__ __align__(16) char smem[];
   const int tile = blockIdx.x / cluster_blocks(), warp = threadIdx.x / kWarp;
   const int t0 = tile % p.n_tiles * Tile::kBN, o0 = tile / p.n_tiles * Tile::kBM;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     copy_commit();
     fill = fill + 1 == kStages ? 0 : fill + 1;
   };
-  const Int4Lane<kLine> lane{smem + warp * kTiles * kTileBytes,
+  const Int4Lane<Tile::kLine> lane{smem + warp * kTiles * kTileBytes,
                              smem + Tile::kScales + warp * kTiles * kTileScales,
                              smem + Tile::kRows};
   Sums<2, Tile::kNT> sum;
@@ -143,9 +143,9 @@ void launch_tile(Product p, Stream stream) {
 }  // namespace
 
 void int4_linear_mma(const Product& p, Stream stream) {
-  if (p.T <= 8) return launch_tile<Int4Tile<4, 8, 3, 6>>(p, stream);
-  if (p.T <= 16) return launch_tile<Int4Tile<4, 16, 4, 4>>(p, stream);
-  launch_tile<Int4Tile<4, 32, 4, 2>>(p, stream);  // 64 rows leave no registers
+  if (p.T <= 8) return launch_tile<Int4Tile<4, 8, 4, 3, 6>>(p, stream);
+  if (p.T <= 16) return launch_tile<Int4Tile<4, 16, 4, 4, 4>>(p, stream);
+  launch_tile<Int4Tile<4, 32, 4, 4, 2>>(p, stream);  // 64 rows leave no registers
 }
 
 }  // namespace kdtree::cuda

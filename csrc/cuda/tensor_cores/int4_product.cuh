@@ -5,7 +5,26 @@
 
 namespace kdtree::cuda {
 
-void int4_linear_mma(const Product&, Stream);  // bf16 rows and scales
+void int4_linear_mma(const Product&, Stream);   // bf16 rows and scales; any GPU, any alignment
+bool int4_linear_sm90(const Product&, Stream);  // sm_90a and vectors; false: done nothing
+
+// A lane's 16 bytes of a tile.
+__device__ inline uint4 load_words(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
+// Of each of two tiles' scales, kTileScales bytes apart, two matrices, whose rows are in turn the scales
+// of 8 outputs and of the next 8: transposed, a lane has both of its outputs'. Where its row stands.
+template <int kTileScales>
+__device__ inline int scales_of_lane() {
+  const int lane = threadIdx.x % kWarp;
+  return lane / 16 * kTileScales + lane / 8 % 2 * 32 + lane % 2 * 16;
+}
 
 // sum += a tile (a lane's 16 bytes of it) times rows. scale: of the outputs g and g + 8 in one word,
 // of g + 16 and g + 24 in the other; x: address of a lane's matrix row; kLine: bytes of a row of x
@@ -47,9 +66,7 @@ struct Int4Lane {
   __device__ Int4Lane(const char* tiles, const char* scale, const char* rows) {
     const int lane = threadIdx.x % kWarp;
     words = tiles + lane * 16;
-    // Of each of two tiles two matrices, whose rows are in turn the scales of 8 outputs and of the
-    // next 8: transposed, a lane has both of its outputs'.
-    scales = shared_address(scale) + lane / 16 * 2 * kInt4Tile + lane / 8 % 2 * 32 + lane % 2 * 16;
+    scales = shared_address(scale) + scales_of_lane<2 * kInt4Tile>();
     x = shared_address(rows) + lane % 8 * kLine + lane / 8 * 16;
   }
 
@@ -66,7 +83,7 @@ struct Int4Lane {
       if (both)
         multiply_tile<kLine>(tile[kWarp], x + at + (j + 1) * kRow, {scale[2], scale[3]}, sum);
     };
-    constexpr int kAtOnce = kNT > 4 ? 1 : kTiles / 2;  // many rows leave no registers for more
+    constexpr int kAtOnce = kNT > 1 ? 1 : kTiles / 2;  // many rows leave no registers for more
     if (left >= kTiles) {
 #pragma unroll kAtOnce
       for (int j = 0; j < kTiles; j += 2) two(j, true);

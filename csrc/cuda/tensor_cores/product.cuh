@@ -136,8 +136,9 @@ inline constexpr int kPitch = kBM + 4;
 template <int kBM, int kBN>
 inline constexpr int kSumsBytes = kBN * kPitch<kBM> * int{sizeof(float)};
 
-// A warp's sums to shared memory [kBN][kPitch]. o, row: its first; kStride: of its tiles' outputs
-template <int kBM, int kStride, int kMT, int kNT>
+// A warp's sums to shared memory [kBN][kPitch], or added to those there. o, row: its first; kStride: of
+// its tiles' outputs
+template <int kBM, int kStride, bool kAdd = false, int kMT, int kNT>
 __device__ inline void store_sums(const Sums<kMT, kNT>& sum, float* to, int o, int row) {
   const int lane = threadIdx.x % kWarp;
   to += (row + lane % 4 * 2) * kPitch<kBM> + o + lane / 4;
@@ -146,8 +147,10 @@ __device__ inline void store_sums(const Sums<kMT, kNT>& sum, float* to, int o, i
 #pragma unroll
     for (int n = 0; n < kNT; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        to[(8 * n + i % 2) * kPitch<kBM> + m * kStride + i / 2 * 8] = sum[m][n][i];
+      for (int i = 0; i < 4; ++i) {
+        float& at = to[(8 * n + i % 2) * kPitch<kBM> + m * kStride + i / 2 * 8];
+        at = kAdd ? at + sum[m][n][i] : sum[m][n][i];
+      }
 }
 
 // v[0] = v[0] + .. + v[count - 1] as a binary tree, for four outputs at once.
@@ -161,13 +164,13 @@ __device__ inline void add_tree(float (&v)[kMaxRuns][4], int count) {
         for (int e = 0; e < 4; ++e) v[b][e] = v[b][e] + v[b + step][e];
 }
 
-// Adds the sums of a cluster's blocks and stores them as outputs, by all kThreads threads of each, the
+// Adds the sums of a cluster's blocks and stores them as outputs, by kThreads threads of each, the
 // elements shared among the blocks. t0, o0: the tile's first row and output
 template <int kBM, int kBN, int kThreads>
-__device__ inline void store_tile(const Product& p, const float* sums, int64_t g, int t0, int o0) {
+__device__ inline void add_sums(const Product& p, const float* sums, int64_t g, int t0, int o0) {
   constexpr int kQuads = kBM / 4;
   const int blocks = cluster_blocks(), rows = min(kBN, p.T - t0);
-  cluster_sync();
+#pragma unroll 1
   for (int i = cluster_rank() * kThreads + threadIdx.x; i < rows * kQuads; i += blocks * kThreads) {
     const int row = i / kQuads, o = i % kQuads * 4, left = p.O - o0 - o;
     float v[kMaxRuns][4];
@@ -182,7 +185,15 @@ __device__ inline void store_tile(const Product& p, const float* sums, int64_t g
     };
     p.y_dtype == DType::f32 ? put(static_cast<float*>(p.y)) : put(static_cast<Bf16*>(p.y));
   }
-  cluster_sync();  // nobody leaves while its sums are being read
+}
+
+// Likewise, by all threads, once all have left their sums.
+template <int kBM, int kBN, int kThreads>
+__device__ inline void store_tile(const Product& p, const float* sums, int64_t g, int t0, int o0) {
+  cluster_sync();
+  add_sums<kBM, kBN, kThreads>(p, sums, g, t0, o0);
+  cluster_arrive();
+  cluster_wait();  // nobody leaves while its sums are being read
 }
 
 }  // namespace kdtree::cuda

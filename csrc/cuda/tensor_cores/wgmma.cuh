@@ -19,6 +19,11 @@ __device__ inline void tensor_copy(uint32_t to, const CUtensorMap& tensor, int i
       : "memory");
 }
 
+// Fetches a description before it is used.
+__device__ inline void tensor_ready(const CUtensorMap& tensor) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor) : "memory");
+}
+
 // Describes rows of 128 bytes, swizzled as tensor_copy leaves them; at: on 1024 bytes, or 32, 64 or
 // 96 further, which is 16, 32 or 48 inputs.
 __device__ inline uint64_t wgmma_operand(uint32_t at) {
