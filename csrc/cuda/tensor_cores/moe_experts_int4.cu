@@ -25,31 +25,46 @@
 #include "int4_stream.cuh"
 #include "moe_experts_int4.cuh"
 #include "moe_plan.cuh"
+#include "moe_queue.cuh"
 
 namespace kdtree::cuda {
 namespace {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kHalf = kMoeRuns;  // warps of gate, and of up
-static_assert(kWarps == 2 * kHalf);
-constexpr int kHiddenBlocks = 2;  // a processor
-constexpr int kDownBlocks = 2;
+constexpr int kFewWarps = 8;    // of a block: two fit a processor
+constexpr int kManyWarps = 16;  // one fits
 
-struct Smem {
-  Int4Stage stage[kWarps][kStages];
+template <int kWarps, int kTeams, int S, int N>
+struct CommonSmem {
+  Int4Stage<S> stage[kWarps][N];
   MoeGroup group[kMoePairs];
   int pair[kMoePairs];
   int2 plan[kWarps];
   int first[kMoeExperts];
+  MoePlan work;
+  MoeQueue<kTeams> queue;
 };
-template <int C>
-struct HiddenSmem : Smem {
-  float exchange[2][2][C * kHalf][kInt4Tile / C][kRows];  // [parity][gate, up][run]
-  uint64_t barrier[2];
+
+// How a cluster of C blocks shares the R runs of a hidden output; S: sides of a warp, one of gate and up
+// or both.
+template <int kWarps, int R, int C, int S, int N>
+struct Share {
+  static constexpr int kRuns = R / C;            // of a block
+  static constexpr int kTeam = kRuns * 2 / S;    // warps that meet for an item
+  static constexpr int kTeams = kWarps / kTeam;  // of a block
+  static constexpr int kPart = kInt4Tile / C;    // outputs that a block finishes
+  static_assert(kWarps % kTeam == 0 && (C == 1 || kTeams == 1));
+
+  struct Smem : CommonSmem<kWarps, kTeams, S, N> {
+    alignas(16) float exchange[kTeams][2][R][kPart * kRows];  // [team][gate, up][run]
+    uint64_t barrier;
+  };
 };
+
+// Where an output's sum for a row stands among a run's: neither its store nor its load meets a bank
+// more than twice.
+__device__ int exchanged(int output, int row) { return output * kRows + (row ^ output / 4 % 4 * 2); }
 
 template <class T>
 __device__ T& shared_memory() {
@@ -59,10 +74,18 @@ __device__ T& shared_memory() {
 
 __device__ float silu(float x) { return x / (1 + expf(-x)); }
 
-__device__ MoePlan plan(const MoeExpertsParams& p, Smem& smem) {
-  if (!moe_sorts_itself(p)) return made_plan(p);
-  const int groups = make_groups<kThreads>(p, kRows, smem.first, smem.plan, smem.group, smem.pair);
-  return {smem.group, smem.pair, groups};
+// The plan stays in shared memory: registers are short.
+template <int kThreads, class Smem>
+__device__ const MoePlan& plan(const MoeExpertsParams& p, Smem& smem) {
+  smem.queue.open();
+  MoePlan work = {smem.group, smem.pair, 0};
+  if (moe_sorts_itself(p))
+    work.groups = make_groups<kThreads>(p, kRows, smem.first, smem.plan, smem.group, smem.pair);
+  else
+    work = made_plan(p);
+  if (threadIdx.x == 0) smem.work = work;
+  __syncthreads();
+  return smem.work;
 }
 
 // The pair of this lane's B fragments among a group's; beyond the last, the last: it is not stored.
@@ -92,154 +115,207 @@ __device__ void load_hidden(const bf16* from, uint32_t (&b)[4]) {
   b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
 }
 
-// n / d for n >= 0, given ~0u / d: the quotient by it, rounded down, is at most one too low.
-__device__ unsigned divide(unsigned n, unsigned d, unsigned reciprocal) {
-  const unsigned q = __umulhi(n, reciprocal);
-  return q + (n - q * d >= d);
+// threadIdx.x, asked anew: what follows from it is not kept in registers through the products.
+__device__ int thread_now() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
-template <int C, bool kPairs>
-__global__ void __launch_bounds__(kThreads, kPairs ? 2 : 1)
+// Waits for the warps of a team.
+template <int kTeam, int kTeams>
+__device__ void meet(int team) {
+  if constexpr (kTeams == 1)
+    __syncthreads();
+  else
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam * kWarp) : "memory");
+}
+
+template <int kWarps, int R, int C, int S, int N, bool kPairs>
+__global__ void __launch_bounds__(kWarps* kWarp, kPairs ? 2 * kFewWarps / kWarps : 1)
     hidden_kernel(const __grid_constant__ MoeExpertsParams p) {
-  constexpr int kRuns = C * kHalf;      // of an output's inputs
-  constexpr int kPart = kInt4Tile / C;  // outputs that a block of a cluster finishes
-  constexpr int kRounds = ceil_div(kPart, kWarp / 2);
-  auto& smem = shared_memory<HiddenSmem<C>>();
-  let_next_begin();
+  using Share = Share<kWarps, R, C, S, N>;
+  constexpr int kTeam = Share::kTeam, kTeams = Share::kTeams, kPart = Share::kPart;
+  auto& smem = shared_memory<typename Share::Smem>();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp,
             rank = C > 1 ? cluster_rank() : 0;
+  const uint32_t barrier = shared_address(&smem.barrier);
   if (C > 1 && threadIdx.x == 0) {
-    for (auto& barrier : smem.barrier) barrier_init(shared_address(&barrier));
+    barrier_init(barrier);
     barrier_init_fence();
+    barrier_expect(barrier, sizeof(smem.exchange));
   }
-  const MoePlan work = plan(p, smem);
+  const MoePlan& work = plan<kWarps * kWarp>(p, smem);
   if (C > 1) cluster_arrive<true>();
-  const int rows = p.F / kInt4Tile, tiles = p.D / kInt4Tile, matrix = warp / kHalf;
-  const int length = ceil_div(tiles, kRuns), run = rank * kHalf + warp % kHalf;
+  const int rows = p.F / kInt4Tile, tiles = p.D / kInt4Tile;
+  const int team = warp / kTeam, matrix = S == 1 ? warp % kTeam / Share::kRuns : 0;
+  const int length = ceil_div(tiles, R), run = rank * Share::kRuns + warp % Share::kRuns;
   const int begin = min(run * length, tiles), count = min(length, tiles - begin);
 
-  const auto first = [&](const Item& item) {
-    return ((2 * work.group[item.group].expert + matrix) * rows + item.place) * tiles + begin;
+  const auto item_at = [&](int n) {  // the team's n-th item: group * rows + tile row
+    return static_cast<int>(blockIdx.x / C + smem.queue.take(team, n) * (gridDim.x / C));
   };
-  const Items items(work.groups, rows, gridDim.x / C);
-  Item item = items.at(blockIdx.x / C);
-  Int4Stream stream(smem.stage[warp], p.gate_up, p.gate_up_scale, count, item, items, first);
+  const int items = work.groups * rows;
+  int copied = 0;
+  const auto next = [&](int& tile, int& apart) {
+    const int item = item_at(copied++);
+    if (item >= items) return false;
+    tile = ((2 * work.group[item / rows].expert + matrix) * rows + item % rows) * tiles + begin;
+    apart = rows * tiles;
+    return true;
+  };
+  Int4Stream<S, N, decltype(next)> stream(smem.stage[warp], p.gate_up, p.gate_up_scale, count, next);
+  let_next_begin();  // whose weights come after these
 
-  // Half a warp adds the gate's runs, half the up's.
-  const int half = lane / (kWarp / 2), sum0 = warp * (kWarp / 2) + lane % (kWarp / 2);
-  bf16* out[kRounds] = {};
-  const auto finish = [&](const auto& exchange) {
+  // A thread finishes an output of some rows, the same of all items.
+  constexpr int kPass = kTeam * kWarp / kPart;  // rows that a team finishes at once
+  const auto finish = [&](int item) {
+    const int thread = thread_now() % (kTeam * kWarp), output = thread % kPart;
+    const MoeGroup group = work.group[item / rows];
+    const auto& exchange = smem.exchange[team];
+    for (int r = thread / kPart; r < group.count; r += kPass) {
+      float gate = 0, up = 0;
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const int at = min(i * kThreads / 2 + sum0, kPart * kRows - 1);
-      float sum = 0;
-#pragma unroll
-      for (int r = 0; r < kRuns; ++r) sum += exchange[half][r][at % kPart][at / kPart];
-      const float up = __shfl_down_sync(~0u, sum, kWarp / 2);
-      if (out[i]) *out[i] = bf16(silu(sum) * up);
+      for (int i = 0; i < R; ++i) {
+        gate += exchange[0][i][exchanged(output, r)];
+        up += exchange[1][i][exchanged(output, r)];
+      }
+      static_cast<bf16*>(
+          p.hidden)[int64_t{work.pair[group.first + r]} * p.F + item % rows * kInt4Tile +
+                    lane_place(rank * kPart + output)] = bf16(silu(gate) * up);
     }
-  };
-  const auto finish_sent = [&](int n) {  // the block's n-th item
-    barrier_wait(shared_address(&smem.barrier[n % 2]), n / 2 % 2);
-    finish(smem.exchange[n % 2]);
   };
 
-  const unsigned reciprocal = ~0u / p.K;
-  const bf16* inputs = static_cast<const bf16*>(p.x) + begin * kInt4Tile + lane % 4 * 2;
-  const auto row_of = [&](const Item& item) {
-    const int pair = lane_pair(work, work.group[item.group]);
-    return inputs + divide(pair, p.K, reciprocal) * p.x_stride;
+  const auto row_of = [&](int item) {  // beyond the last, any
+    const int pair = item < items ? lane_pair(work, work.group[item / rows]) : 0;
+    return static_cast<const bf16*>(p.x) +
+           (pair / p.K * p.x_stride + begin * kInt4Tile + lane % 4 * 2);
   };
-  const bf16* x = inputs;
-  Int4Rows b;
-  if (items.hold(item)) load_first(x = row_of(item), count, load_rows<kPairs>, b);
-  int n = 0;
-  for (; items.hold(item); ++n) {
-    const MoeGroup group = work.group[item.group];
-    const Item after = items.after(item);
-    const bf16* next = items.hold(after) ? row_of(after) : inputs;
-    float acc[2][4] = {};
-    multiply_run(stream, count, x, next, load_rows<kPairs>, b, acc);
-    x = next;
-    if constexpr (C > 1) {
-      // What was sent for an item is taken up when the next one's sums are there: nobody waits. All
-      // blocks have then taken up the one before, whose place the next one's sums take.
-      if (n) finish_sent(n - 1);
-      cluster_wait();
-    }
-    auto& exchange = smem.exchange[n % 2];
+  int item = item_at(0);
+  const bf16* x = row_of(item);
+  Int4Rows<S> b = {};
+  load_first(x, count, load_rows<kPairs>, b);
+  for (int n = 0; item < items; ++n) {
+    Int4Sums<S> acc = {};
+    int after;
+    const auto next_row = [&] { return row_of(after = item_at(n + 1)); };
+    multiply_run<S>(stream, count, x, next_row, load_rows<kPairs>, b, acc);
+    if (count == 0) after = item_at(n + 1);
+    if constexpr (C > 1)
+      cluster_wait();  // the others' barriers are there
+    else
+      meet<kTeam, kTeams>(team);  // all have taken up the sums before
+    const int lane = thread_now() % kWarp;
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {  // outputs 8 * q + g, rows 2t and 2t + 1
-      float* to = &exchange[matrix][run][(q * 8 + lane / 4) % kPart][lane % 4 * 2];
-      const float2 v = {acc[q / 2][q % 2 * 2], acc[q / 2][q % 2 * 2 + 1]};
-      if constexpr (C > 1)
-        store_async(to, &smem.barrier[n % 2], q * kRows / kPart, v);
-      else
-        *reinterpret_cast<float2*>(to) = v;
-    }
+    for (int side = 0; side < S; ++side)
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const int at = i * kThreads / 2 + sum0, r = at / kPart;
-      out[i] = half == 0 && i * kThreads / 2 + sum0 < kPart * kRows && r < group.count
-                   ? static_cast<bf16*>(p.hidden) + int64_t{work.pair[group.first + r]} * p.F +
-                         item.place * kInt4Tile + lane_place(rank * kPart + at % kPart)
-                   : nullptr;
-    }
-    if constexpr (C > 1) {
-      if (threadIdx.x == 0) barrier_expect(shared_address(&smem.barrier[n % 2]), sizeof(exchange));
-      cluster_arrive();
-    } else {
-      __syncthreads();
-      finish(exchange);
-    }
+      for (int q = 0; q < 4; ++q) {  // outputs 8 * q + g, rows 2t and 2t + 1
+        const int output = q * 8 + lane / 4;
+        float* to = &smem.exchange[team][matrix + side][run]
+                                  [exchanged(output % kPart, lane % 4 * 2)];
+        const float2 v = {acc[side][q / 2][q % 2 * 2], acc[side][q / 2][q % 2 * 2 + 1]};
+        if constexpr (C > 1)
+          store_async(to, &smem.barrier, output / kPart, v);
+        else
+          *reinterpret_cast<float2*>(to) = v;
+      }
+    if (thread_now() % (kTeam * kWarp) == 0) smem.queue.leave(team, n + MoeQueue<1>::kAhead - 1);
+    if constexpr (C > 1)
+      barrier_wait(barrier, 0);
+    else
+      meet<kTeam, kTeams>(team);
+    finish(item);
+    if (C > 1) return;  // there are as many clusters as items
     item = after;
   }
-  if constexpr (C > 1) {
-    if (n) finish_sent(n - 1);
-    cluster_wait();
-  }
+  if (C > 1) cluster_wait();
 }
 
-__global__ void __launch_bounds__(kThreads, 2)
+template <int kWarps, int S, int N>
+__global__ void __launch_bounds__(kWarps* kWarp, 2 * kFewWarps / kWarps)
     down_kernel(const __grid_constant__ MoeExpertsParams p) {
-  auto& smem = shared_memory<Smem>();
+  auto& smem = shared_memory<CommonSmem<kWarps, kWarps, S, N>>();
   let_next_begin();
-  const MoePlan work = plan(p, smem);
+  const MoePlan& work = plan<kWarps * kWarp>(p, smem);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int rows = p.D / kInt4Tile, tiles = p.F / kInt4Tile;
 
-  const auto first = [&](const Item& item) {
-    return (work.group[item.group].expert * rows + item.place) * tiles;
+  const int places = ceil_div(rows, S);
+  const auto item_at = [&](int n) {  // the warp's n-th item: group * places + place
+    return static_cast<int>(blockIdx.x + smem.queue.take(warp, n) * gridDim.x);
   };
-  const Items items(work.groups, rows, gridDim.x * kWarps);
-  Item item = items.at(warp * gridDim.x + blockIdx.x);  // evenly over blocks where items are few
-  Int4Stream stream(smem.stage[warp], p.down, p.down_scale, tiles, item, items, first);
+  const int items = work.groups * places;
+  int copied = 0;
+  const auto next = [&](int& tile, int& apart) {
+    const int item = item_at(copied++);
+    if (item >= items) return false;
+    const int row = item % places * S;
+    tile = (work.group[item / places].expert * rows + row) * tiles;
+    apart = row + 1 < rows ? tiles : 0;  // without a second, the first again
+    return true;
+  };
+  Int4Stream<S, N, decltype(next)> stream(smem.stage[warp], p.down, p.down_scale, tiles, next);
   wait_for_previous();  // for hidden
 
-  const auto row_of = [&](const Item& item) {
-    return static_cast<const bf16*>(p.hidden) + lane % 4 * kRows +
-           int64_t{lane_pair(work, work.group[item.group])} * p.F;
+  const auto row_of = [&](int item) {  // beyond the last, any
+    const int pair = item < items ? lane_pair(work, work.group[item / places]) : 0;
+    return static_cast<const bf16*>(p.hidden) + (int64_t{pair} * p.F + lane % 4 * kRows);
   };
-  const bf16* x = nullptr;
-  Int4Rows b;
-  if (items.hold(item)) load_first(x = row_of(item), tiles, load_hidden, b);
-  while (items.hold(item)) {
-    const MoeGroup group = work.group[item.group];
-    const Item after = items.after(item);
-    const bf16* next = items.hold(after) ? row_of(after) : x;
-    float acc[2][4] = {};
-    multiply_run(stream, tiles, x, next, load_hidden, b, acc);
-    x = next;
+  int item = item_at(0);
+  const bf16* x = row_of(item);
+  Int4Rows<S> b = {};
+  load_first(x, tiles, load_hidden, b);
+  for (int n = 0; item < items; ++n) {
+    Int4Sums<S> acc = {};
+    int after;
+    const auto next_row = [&] { return row_of(after = item_at(n + 1)); };
+    multiply_run<S>(stream, tiles, x, next_row, load_hidden, b, acc);
+    const MoeGroup group = work.group[item / places];
+    const int row = item % places * S;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int r = lane % 4 * 2 + i;
       if (r >= group.count) continue;
-      float* to = p.partial + int64_t{work.pair[group.first + r]} * p.D + item.place * kInt4Tile;
+      float* to = p.partial + int64_t{work.pair[group.first + r]} * p.D +
+                  row * kInt4Tile + lane / 4;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) to[8 * q + lane / 4] = acc[q / 2][q % 2 * 2 + i];
+      for (int side = 0; side < S; ++side) {
+        if (row + side >= rows) break;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) to[side * kInt4Tile + 8 * q] = acc[side][q / 2][q % 2 * 2 + i];
+      }
     }
+    if (lane == 0) smem.queue.leave(warp, n + MoeQueue<1>::kAhead - 1);
     item = after;
   }
+}
+
+#ifndef BIG
+#define BIG 1
+#define DSIDES 2
+#endif
+
+template <int kWarps, int R, int C, int S, int N = 2>
+void launch_hidden(const MoeExpertsParams& p, Stream stream, bool pairs, int64_t items, int sms) {
+  using Smem = typename Share<kWarps, R, C, S, N>::Smem;
+  constexpr int kLimit = sizeof(Smem) > kSmemEverywhere ? kSmemSm90 : kSmemEverywhere;
+  const int64_t most = C > 1 ? items : int64_t{sms} * (2 * kFewWarps / kWarps);
+  const unsigned clusters = items < most ? items : most;
+  const Grid grid{clusters * C, kWarps * kWarp, smem_up_to<sizeof(Smem), kLimit>(), C};
+  dispatch(pairs, [&](auto pairs) {
+    if constexpr (pairs || kLimit == kSmemEverywhere)
+      launch(hidden_kernel<kWarps, R, C, S, N, pairs.value>, grid, stream, p);
+  });
+}
+
+template <int kWarps, int S, int N = 2>
+void launch_down(const MoeExpertsParams& p, Stream stream, int64_t most, int64_t groups) {
+  using Smem = CommonSmem<kWarps, kWarps, S, N>;
+  constexpr int kLimit = sizeof(Smem) > kSmemEverywhere ? kSmemSm90 : kSmemEverywhere;
+  const int64_t items = groups * ceil_div(p.D / kInt4Tile, S);
+  const Grid grid{static_cast<unsigned>(items < most ? items : most), kWarps * kWarp,
+                  smem_up_to<sizeof(Smem), kLimit>(), 1, true};
+  launch(down_kernel<kWarps, S, N>, grid, stream, p);
 }
 
 }  // namespace
@@ -248,26 +324,40 @@ void moe_experts_int4(const MoeExpertsParams& p, Stream stream) {
   const bool pairs = reinterpret_cast<uintptr_t>(p.x) % 4 == 0 && p.x_stride % 2 == 0;
   const int64_t groups = int64_t{p.T} * p.K;
   const int sms = moe_processors();
-  const auto blocks = [&](int64_t items, int most) {
-    return static_cast<unsigned>(items < most ? items : most);
-  };
   if (moe_many_fits(p)) {
     moe_products_many(p, stream);
     return moe_weighted_sum(p, stream);
   }
   if (!moe_sorts_itself(p)) moe_make_plan(p, stream);
-  dispatch<1, 2>(moe_cluster(p), "cluster", [&](auto cluster) {
-    constexpr int C = cluster.value;
-    const unsigned clusters = blocks(groups * (p.F / kInt4Tile), sms * kHiddenBlocks / C);
-    const Grid hidden{clusters * C, kThreads, smem_up_to<sizeof(HiddenSmem<C>)>(), C};
-    dispatch(pairs, [&](auto pairs) { launch(hidden_kernel<C, pairs.value>, hidden, stream, p); });
-  });
+  const int64_t items = groups * (p.F / kInt4Tile);
+  const bool big = BIG && pairs;
+  constexpr int R = kMoeRuns;
+  if (moe_cluster(p) == 1) {
+    if (items < 8 * sms)  // a team of eight warps: more are at work
+      launch_hidden<kFewWarps, R, 1, 1>(p, stream, pairs, items, sms);
+    else if (big)
+      launch_hidden<kManyWarps, R, 1, 2>(p, stream, pairs, items, sms);
+    else
+      launch_hidden<kFewWarps, R, 1, 2>(p, stream, pairs, items, sms);
+  } else if (items <= sms) {
+    if (big)
+      launch_hidden<kFewWarps, 2 * R, 2, 1, 3>(p, stream, pairs, items, sms);
+    else
+      launch_hidden<kFewWarps, 2 * R, 2, 1>(p, stream, pairs, items, sms);
+  } else if (big) {
+    launch_hidden<kManyWarps, 2 * R, 1, 2>(p, stream, pairs, items, sms);
+  } else {
+    launch_hidden<kFewWarps, 2 * R, 1, 2>(p, stream, pairs, items, sms);
+  }
   // Short runs all begin beside hidden_kernel, whose blocks leave room for one more a processor.
   const int64_t runs = groups * (p.D / kInt4Tile);
-  const bool few = runs * (p.F / kInt4Tile) <= int64_t{sms} * kWarps * kStages * kStageTiles;
-  const Grid down{blocks(runs, few ? sms : sms * kDownBlocks), kThreads, smem_up_to<sizeof(Smem)>(),
-                  1, true};
-  launch(down_kernel, down, stream, p);
+  const bool few = runs * (p.F / kInt4Tile) <= int64_t{sms} * kFewWarps * 2 * kStageTiles;
+  if (few || runs < 2 * kManyWarps * sms)
+    launch_down<kFewWarps, 1>(p, stream, few ? sms : 2 * sms, groups);
+  else if (BIG)
+    launch_down<kManyWarps, DSIDES>(p, stream, sms, groups);
+  else
+    launch_down<kFewWarps, DSIDES>(p, stream, 2 * sms, groups);
   moe_weighted_sum(p, stream);
 }
 
