@@ -1,7 +1,7 @@
 // INT4 tiles streamed through shared memory into tensor cores, by single warps.
 //
 // A warp multiplies runs of consecutive tiles of one tile row, or of two (sides) by the same rows, one
-// run after another. Its copies are N stages of kStageTiles tiles ahead of its products, across the ends
+// run after another. Its copies are N stages of S x K tiles ahead of its products, across the ends
 // of runs, so that memory never waits for sums to be met or rows to be found; rows are a stage ahead, in
 // registers. What a stage costs besides its products is kept to some 25 instructions: a product takes 64
 // a tile, and as much time as the tile's bytes.
@@ -11,23 +11,19 @@
 
 namespace kdtree::cuda {
 
-constexpr int kStageTiles = 8;  // 4 KB of codes
-
-template <int S>
-struct Int4Stage {
-  static constexpr int kColumns = kStageTiles / S;  // tiles of each side
-  uint4 code[kColumns][S][kWarp];
-  __nv_bfloat16 scale[kColumns][S][kInt4Tile];
+template <int S, int K>
+struct Int4Stage {  // K columns: tiles of each of S sides
+  uint4 code[K][S][kWarp];
+  __nv_bfloat16 scale[K][S][kInt4Tile];
 };
 
 // The runs of `columns` tiles of S sides of one warp, of the tiles w with their scales. next(tile, apart):
 // the next run's first tile, and how far from it the other side's is; whether there is a run. A lane
 // copies what it will read of the codes, and some scales for all.
-template <int S, int N, class Next>
+template <int S, int K, int N, class Next>
 class Int4Stream {
  public:
-  using Stage = Int4Stage<S>;
-  static constexpr int kColumns = Stage::kColumns;
+  using Stage = Int4Stage<S, K>;
 
   __device__ Int4Stream(Stage* stages, const void* w, const void* scale, int columns,
                         const Next& next)
@@ -36,7 +32,7 @@ class Int4Stream {
         w_(static_cast<const uint4*>(w)),
         s_(static_cast<const __nv_bfloat16*>(scale)),
         columns_(columns),
-        whole_(reinterpret_cast<uintptr_t>(scale) % kBytes ? columns + 1 : kColumns),
+        whole_(reinterpret_cast<uintptr_t>(scale) % kBytes ? columns + 1 : K),
         next_(next) {
     if (columns > 0) begin();
     for (int s = 0; s < N; ++s) pop();
@@ -55,18 +51,24 @@ class Int4Stream {
                     i * int{sizeof(Stage::scale[0][0])},
                 s);
   }
+  // Looks at a stage elsewhere, or back; returns where it looked.
+  __device__ uint32_t look(uint32_t at) {
+    const uint32_t before = at_;
+    at_ = at;
+    return before;
+  }
   // Gives it back and begins the copy of the tiles that come N stages later.
   __device__ void pop() {
     __syncwarp();  // all lanes have read it
     if (left_ >= whole_) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i)
+      for (int i = 0; i < K; ++i)
 #pragma unroll
         for (int side = 0; side < S; ++side) copy_code(i, side);
-      copy_async(scale_place(), scale_from_);
-      advance(kColumns);
+      if (S * kOwn == kWarp || lane() < S * kOwn) copy_async(scale_place(), scale_from_);
+      advance(K);
     } else if (left_ > 0) {
-      copy_some(min(left_, kColumns));
+      copy_some(min(left_, K));
     }
     copy_commit();  // of nothing, at the end: what is awaited is counted
     at_ += sizeof(Stage);
@@ -77,11 +79,12 @@ class Int4Stream {
   static constexpr int kBytes = sizeof(uint4);
   static constexpr int kVector = kBytes / sizeof(__nv_bfloat16);
   static constexpr int kChunks = kInt4Tile / kVector;  // of a tile's scales
+  static constexpr int kOwn = K * kChunks;             // of a side
 
   static __device__ int lane() { return threadIdx.x % kWarp; }
   // Which 16 bytes of a stage's scales this lane copies: of which side, and which of these.
-  static __device__ int side() { return S == 1 ? 0 : lane() / (kWarp / S); }
-  static __device__ int chunk() { return lane() % (kWarp / S); }
+  static __device__ int side() { return S == 1 ? 0 : lane() / kOwn; }
+  static __device__ int chunk() { return lane() % kOwn; }
   __device__ uint32_t scale_place() const {
     const int tile = chunk() / kChunks * S + side();
     return at_ + int{offsetof(Stage, scale)} +
@@ -112,7 +115,7 @@ class Int4Stream {
     for (int i = 0; i < n; ++i)
 #pragma unroll
       for (int side = 0; side < S; ++side) copy_code(i, side);
-    if (chunk() / kChunks < n) {
+    if (lane() < S * kOwn && chunk() / kChunks < n) {
       auto from = scale_from_;
       asm volatile("" : "+l"(from));  // else it is kept in registers from stage to stage, too
 #pragma unroll 1
@@ -133,40 +136,55 @@ class Int4Stream {
 };
 
 // The B fragments of a stage, from one row a lane.
-template <int S>
-using Int4Rows = uint32_t[Int4Stage<S>::kColumns][4];
+template <int K>
+using Int4Rows = uint32_t[K][4];
 template <int S>
 using Int4Sums = float[S][2][4];
 
 // b = the first tiles of the row at `row`, of which there are `tiles`.
-template <int N, class Load>
-__device__ inline void load_first(const __nv_bfloat16* row, int tiles, Load load,
-                                  uint32_t (&b)[N][4]) {
+template <int K, class Load>
+__device__ inline void load_first(const __nv_bfloat16* row, int tiles, Load load, Int4Rows<K>& b) {
 #pragma unroll
-  for (int i = 0; i < N; ++i)
+  for (int i = 0; i < K; ++i)
     if (i < tiles) load(row + i * kInt4Tile, b[i]);
 }
 
+// What runs once is bound by the fetch of its instructions. A warp that is to `warm` up multiplies a
+// stage of no meaning while it waits for the first: whatever stands in shared memory at `scratch` and at
+// `row`. Then its row is ready().
+template <class Ready>
+struct Int4Warm {
+  bool warm;
+  uint32_t scratch;
+  const Ready& ready;
+};
+
 // acc += the next run of the stream, of `columns` columns, times the row at `row`, whose first tiles
 // stand in b; then row is next() and its first tiles stand there.
-template <int S, class Stream, class Load, class Next>
+template <int S, int K, class Stream, class Load, class Next, class Ready>
 __device__ inline void multiply_run(Stream& stream, int columns, const __nv_bfloat16*& row, Next next,
-                                    Load load, Int4Rows<S>& b, Int4Sums<S>& acc) {
-  constexpr int kColumns = Stream::kColumns;
+                                    Load load, Int4Rows<K>& b, Int4Sums<S>& acc,
+                                    const Int4Warm<Ready>& warm) {
   const auto multiply = [&](int i, int side, const uint32_t (&scale)[4], const uint32_t (&b)[4]) {
     const int at = (i * S + side) % 2 * 2;
     Int4Tile(stream.code(i, side), scale[at], scale[at + 1]).multiply(b, acc[side]);
   };
-  const bool whole = columns % kColumns == 0;
+  const bool whole = columns % K == 0;
 #pragma unroll 1
-  for (int left = columns; left > 0; left -= kColumns) {
-    row += kColumns * kInt4Tile;
-    if (left <= kColumns) row = next();
-    stream.wait();
-    if (whole || left >= 2 * kColumns) {  // this stage is, and what b is to hold
+  for (int left = columns + (warm.warm ? K : 0); left > 0; left -= K) {
+    const bool cold = warm.warm && left > columns;
+    uint32_t back = 0;
+    if (cold) {
+      back = stream.look(warm.scratch);
+    } else {
+      row += K * kInt4Tile;
+      if (left <= K) row = next();
+      stream.wait();
+    }
+    if (whole || left >= 2 * K) {  // this stage is, and what b is to hold
       uint32_t scale[4];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
+      for (int i = 0; i < K; ++i) {
 #pragma unroll
         for (int side = 0; side < S; ++side) {
           if ((i * S + side) % 2 == 0) stream.scales(i * S + side, scale);
@@ -176,20 +194,27 @@ __device__ inline void multiply_run(Stream& stream, int columns, const __nv_bflo
       }
     } else {
 #pragma unroll 1
-      for (int i = 0; i < min(left, kColumns); ++i) {
+      for (int i = 0; i < min(left, K); ++i) {
+        uint32_t scale[4];
+        stream.scales(i * S, scale);
 #pragma unroll
-        for (int side = 0; side < S; ++side) {
-          uint32_t scale[4];
-          stream.scales(i * S, scale);
-          const int at = side * 2;
-          Int4Tile(stream.code(i, side), scale[at], scale[at + 1]).multiply(b[0], acc[side]);
-        }
+        for (int side = 0; side < S; ++side)
+          Int4Tile(stream.code(i, side), scale[side * 2], scale[side * 2 + 1])
+              .multiply(b[0], acc[side]);
 #pragma unroll
-        for (int j = 0; j < (kColumns - 1) * 4; ++j) b[j / 4][j % 4] = b[j / 4 + 1][j % 4];
+        for (int j = 0; j < (K - 1) * 4; ++j) b[j / 4][j % 4] = b[j / 4 + 1][j % 4];
       }
-      load_first(row, left > kColumns ? left - kColumns : columns, load, b);
+      load_first<K>(row, left > K ? left - K : columns, load, b);
     }
-    stream.pop();
+    if (cold) {
+      stream.look(back);
+#pragma unroll
+      for (int i = 0; i < S * 8; ++i) acc[i / 8][i / 4 % 2][i % 4] = 0;
+      row = warm.ready();
+      load_first<K>(row, columns, load, b);
+    } else {
+      stream.pop();
+    }
   }
 }
 
