@@ -1,10 +1,10 @@
 // INT4 tiles streamed through shared memory into tensor cores, by single warps.
 //
-// A warp multiplies runs of consecutive tiles of one tile row, or of two (sides) by the same rows, one
-// run after another. Its copies are N stages of S x K tiles ahead of its products, across the ends
-// of runs, so that memory never waits for sums to be met or rows to be found; rows are a stage ahead, in
-// registers. What a stage costs besides its products is kept to some 25 instructions: a product takes 64
-// a tile, and as much time as the tile's bytes.
+// A warp multiplies runs of consecutive tiles of one tile row, or of two (sides) by the same rows,
+// one run after another. Its copies are N stages of S x K tiles ahead of its products, across the
+// ends of runs, so that memory never waits for sums to be met or rows to be found; rows are a stage
+// ahead, in registers. What a stage costs besides its products is kept to some 25 instructions: a
+// product takes 64 a tile, and as much time as the tile's bytes.
 #pragma once
 
 #include "int4_tile.cuh"
@@ -17,9 +17,9 @@ struct Int4Stage {  // K columns: tiles of each of S sides
   __nv_bfloat16 scale[K][S][kInt4Tile];
 };
 
-// The runs of `columns` tiles of S sides of one warp, of the tiles w with their scales. next(tile, apart):
-// the next run's first tile, and how far from it the other side's is; whether there is a run. A lane
-// copies what it will read of the codes, and some scales for all.
+// The runs of `columns` tiles of S sides of one warp, of the tiles w with their scales. next(tile,
+// apart): the next run's first tile, and how far from it the other side's is; whether there is a
+// run. A lane copies what it will read of the codes, and some scales for all.
 template <int S, int K, int N, class Next>
 class Int4Stream {
  public:
@@ -47,9 +47,9 @@ class Int4Stream {
     return load_shared(at_ + (i * S + side) * int{sizeof(Stage::code[0][0])});
   }
   __device__ void scales(int i, uint32_t (&s)[4]) const {  // of the stage's tiles i and i + 1
-    load_scales(at_ - lane() * kBytes + int{offsetof(Stage, scale)} +
-                    i * int{sizeof(Stage::scale[0][0])},
-                s);
+    load_scales(
+        at_ - lane() * kBytes + int{offsetof(Stage, scale)} + i * int{sizeof(Stage::scale[0][0])},
+        s);
   }
   // Looks at a stage elsewhere, or back; returns where it looked.
   __device__ uint32_t look(uint32_t at) {
@@ -149,9 +149,9 @@ __device__ inline void load_first(const __nv_bfloat16* row, int tiles, Load load
     if (i < tiles) load(row + i * kInt4Tile, b[i]);
 }
 
-// What runs once is bound by the fetch of its instructions. A warp that is to `warm` up multiplies a
-// stage of no meaning while it waits for the first: whatever stands in shared memory at `scratch` and at
-// `row`. Then its row is ready().
+// What runs once is bound by the fetch of its instructions. A warp that is to `warm` up multiplies
+// a stage of no meaning while it waits for the first: whatever stands in shared memory at `scratch`
+// and at `row`. Then its row is ready().
 template <class Ready>
 struct Int4Warm {
   bool warm;
@@ -159,11 +159,11 @@ struct Int4Warm {
   const Ready& ready;
 };
 
-// acc += the next run of the stream, of `columns` columns, times the row at `row`, whose first tiles
-// stand in b; then row is next() and its first tiles stand there.
+// acc += the next run of the stream, of `columns` columns, times the row at `row`, whose first
+// tiles stand in b; then row is next() and its first tiles stand there.
 template <int S, int K, class Stream, class Load, class Next, class Ready>
-__device__ inline void multiply_run(Stream& stream, int columns, const __nv_bfloat16*& row, Next next,
-                                    Load load, Int4Rows<K>& b, Int4Sums<S>& acc,
+__device__ inline void multiply_run(Stream& stream, int columns, const __nv_bfloat16*& row,
+                                    Next next, Load load, Int4Rows<K>& b, Int4Sums<S>& acc,
                                     const Int4Warm<Ready>& warm) {
   const auto multiply = [&](int i, int side, const uint32_t (&scale)[4], const uint32_t (&b)[4]) {
     const int at = (i * S + side) % 2 * 2;

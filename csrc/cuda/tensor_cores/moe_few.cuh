@@ -1,6 +1,8 @@
 // What the kernels of moe_experts for few rows an expert share: see moe_experts_int4.cu.
 #pragma once
 
+#include <cstdlib>
+
 #include "int4_stream.cuh"
 #include "moe_experts_int4.cuh"
 #include "moe_plan.cuh"
@@ -47,13 +49,16 @@ __device__ inline int lane_pair(const MoePlan& work, const MoeGroup& group) {
   return work.pair[group.first + min(int(threadIdx.x) % kWarp / 4, group.count - 1)];
 }
 
-// The most shared memory that a kernel may have: of an H200's alone where it wants more than all have.
+// The most shared memory that a kernel may have: of an H200's alone where it wants more than all
+// have.
 template <class Smem>
 constexpr int kLimit = sizeof(Smem) > kSmemEverywhere ? kSmemSm90 : kSmemEverywhere;
 
-// Blocks of sixteen warps, where a block may have so much shared memory: the two blocks that fit a
-// processor otherwise do not end together.
+// Whether a block may have the shared memory of sixteen warps: the two blocks of eight that fit a
+// processor otherwise do not end together. KDTREE_MMA_SYNC=1: no, as on other cards.
 inline bool many_warps_fit() {
+  static const char* forced = std::getenv("KDTREE_MMA_SYNC");
+  if (forced && forced[0] == '1') return false;
   int device, most;
   check(cudaGetDevice(&device));
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));

@@ -1,3 +1,16 @@
+// The second half of moe_experts for few rows an expert, but for the weighted sum.
+//
+//   partial[t, k] = down[ids[t, k]] h[t, k]
+//
+// Grid    as for moe_few_hidden.cu; it begins before that has ended: the first weights come while
+//         the last of hidden's are multiplied. A warp multiplies a tile row, or two by the same
+//         rows, alone: a run is all inputs, and no one waits for another. Warps take up items as
+//         they come to them; where runs are short, every one has a fixed share.
+// Smem    per warp a ring of 16 tiles (9 KB), and the plan (10 KB): 155 KB, or 83 KB of eight
+//         warps.
+// Reads   as moe_few_hidden.cu.
+// Floor   see moe_experts_int4.cu.
+// Needs   packed weights on 16 bytes; scales may start anywhere; sm_90 or later.
 #include "moe_few.cuh"
 
 namespace kdtree::cuda {
@@ -5,8 +18,8 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-// The B fragments of a tile of hidden, whose tiles are kept by lanes. It is no load of constants: another kernel may
-// have written them since this one began.
+// The B fragments of a tile of hidden, whose tiles are kept by lanes. It is no load of constants:
+// another kernel may have written them since this one began.
 __device__ void load_hidden(const bf16* from, uint32_t (&b)[4]) {
   const uint4 v = load_now(reinterpret_cast<const uint4*>(from));
   b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
@@ -64,8 +77,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kWarm ? 2 : 1)
     for (int i = 0; i < 2; ++i) {
       const int r = lane % 4 * 2 + i;
       if (r >= group.count) continue;
-      float* to = p.partial + int64_t{work.pair[group.first + r]} * p.D +
-                  row * kInt4Tile + lane / 4;
+      float* to =
+          p.partial + int64_t{work.pair[group.first + r]} * p.D + row * kInt4Tile + lane / 4;
 #pragma unroll
       for (int side = 0; side < S; ++side) {
         if (row + side >= rows) break;

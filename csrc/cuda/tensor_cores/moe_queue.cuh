@@ -1,5 +1,6 @@
-// Which items a block of moe_experts multiplies: those of its number modulo the number of blocks. Its
-// teams of warps take them up one by one, each as soon as it has room, so that they end together.
+// Which items a block of moe_experts multiplies: those of its number modulo the number of blocks.
+// Its teams of warps take them up one by one, each as soon as it has room, so that they end
+// together.
 #pragma once
 
 #include "../common.cuh"
