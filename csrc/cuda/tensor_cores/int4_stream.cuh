@@ -51,12 +51,6 @@ class Int4Stream {
         at_ - lane() * kBytes + int{offsetof(Stage, scale)} + i * int{sizeof(Stage::scale[0][0])},
         s);
   }
-  // Looks at a stage elsewhere, or back; returns where it looked.
-  __device__ uint32_t look(uint32_t at) {
-    const uint32_t before = at_;
-    at_ = at;
-    return before;
-  }
   // Gives it back and begins the copy of the tiles that come N stages later.
   __device__ void pop() {
     __syncwarp();  // all lanes have read it
@@ -149,46 +143,30 @@ __device__ inline void load_first(const __nv_bfloat16* row, int tiles, Load load
     if (i < tiles) load(row + i * kInt4Tile, b[i]);
 }
 
-// What runs once is bound by the fetch of its instructions. A warp that is to `warm` up multiplies
-// a stage of no meaning while it waits for the first: whatever stands in shared memory at `scratch`
-// and at `row`. Then its row is ready().
-template <class Ready>
-struct Int4Warm {
-  bool warm;
-  uint32_t scratch;
-  const Ready& ready;
-};
-
 // acc += the next run of the stream, of `columns` columns, times the row at `row`, whose first
 // tiles stand in b; then row is next() and its first tiles stand there.
-template <int S, int K, class Stream, class Load, class Next, class Ready>
+template <int S, int K, class Stream, class Load, class Next>
 __device__ inline void multiply_run(Stream& stream, int columns, const __nv_bfloat16*& row,
-                                    Next next, Load load, Int4Rows<K>& b, Int4Sums<S>& acc,
-                                    const Int4Warm<Ready>& warm) {
-  const auto multiply = [&](int i, int side, const uint32_t (&scale)[4], const uint32_t (&b)[4]) {
-    const int at = (i * S + side) % 2 * 2;
-    Int4Tile(stream.code(i, side), scale[at], scale[at + 1]).multiply(b, acc[side]);
+                                    Next next, Load load, Int4Rows<K>& b, Int4Sums<S>& acc) {
+  const auto multiply = [&](int i, int side, int at, const uint32_t (&scale)[4],
+                            const uint32_t (&b)[4]) {
+    Int4Tile(stream.code(i, side), scale[2 * at], scale[2 * at + 1]).multiply(b, acc[side]);
   };
   const bool whole = columns % K == 0;
 #pragma unroll 1
-  for (int left = columns + (warm.warm ? K : 0); left > 0; left -= K) {
-    const bool cold = warm.warm && left > columns;
-    uint32_t back = 0;
-    if (cold) {
-      back = stream.look(warm.scratch);
-    } else {
-      row += K * kInt4Tile;
-      if (left <= K) row = next();
-      stream.wait();
-    }
+  for (int left = columns; left > 0; left -= K) {
+    row += K * kInt4Tile;
+    if (left <= K) row = next();
+    stream.wait();
     if (whole || left >= 2 * K) {  // this stage is, and what b is to hold
       uint32_t scale[4];
 #pragma unroll
       for (int i = 0; i < K; ++i) {
 #pragma unroll
         for (int side = 0; side < S; ++side) {
-          if ((i * S + side) % 2 == 0) stream.scales(i * S + side, scale);
-          multiply(i, side, scale, b[i]);
+          const int tile = i * S + side;
+          if (tile % 2 == 0) stream.scales(tile, scale);
+          multiply(i, side, tile % 2, scale, b[i]);
         }
         load(row + i * kInt4Tile, b[i]);
       }
@@ -198,23 +176,13 @@ __device__ inline void multiply_run(Stream& stream, int columns, const __nv_bflo
         uint32_t scale[4];
         stream.scales(i * S, scale);
 #pragma unroll
-        for (int side = 0; side < S; ++side)
-          Int4Tile(stream.code(i, side), scale[side * 2], scale[side * 2 + 1])
-              .multiply(b[0], acc[side]);
+        for (int side = 0; side < S; ++side) multiply(i, side, side, scale, b[0]);
 #pragma unroll
         for (int j = 0; j < (K - 1) * 4; ++j) b[j / 4][j % 4] = b[j / 4 + 1][j % 4];
       }
       load_first<K>(row, left > K ? left - K : columns, load, b);
     }
-    if (cold) {
-      stream.look(back);
-#pragma unroll
-      for (int i = 0; i < S * 8; ++i) acc[i / 8][i / 4 % 2][i % 4] = 0;
-      row = warm.ready();
-      load_first<K>(row, columns, load, b);
-    } else {
-      stream.pop();
-    }
+    stream.pop();
   }
 }
 

@@ -25,8 +25,8 @@ __device__ void load_hidden(const bf16* from, uint32_t (&b)[4]) {
   b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
 }
 
-template <int kWarps, int S, int K, int N, bool kShared, bool kWarm>
-__global__ void __launch_bounds__(kWarps* kWarp, kWarm ? 2 : 1)
+template <int kWarps, int S, int K, int N, bool kShared>
+__global__ void __launch_bounds__(kWarps* kWarp, kWarps == kFewWarps && !kShared && S == 1 ? 2 : 1)
     down_kernel(const __grid_constant__ MoeExpertsParams p) {
   auto& smem = shared_memory<CommonSmem<kWarps, kWarps, S, K, N>>();
   let_next_begin();
@@ -50,27 +50,21 @@ __global__ void __launch_bounds__(kWarps* kWarp, kWarm ? 2 : 1)
     return true;
   };
   Int4Stream<S, K, N, decltype(next)> stream(smem.stage[warp], p.down, p.down_scale, tiles, next);
+  wait_for_previous();  // for hidden
+
   const auto row_of = [&](int item) {  // beyond the last, any
     const int pair = there(item) ? lane_pair(work, work.group[item / places]) : 0;
     return static_cast<const bf16*>(p.hidden) + (int64_t{pair} * p.F + lane % 4 * kRows);
   };
   int item = item_at(0);
-  const auto ready = [&] {
-    wait_for_previous();  // for hidden
-    return row_of(item);
-  };
-  // No row is looked at before, not even in vain: the first-level cache would keep it as it was.
-  const bf16* x = static_cast<const bf16*>(p.down);
+  const bf16* x = row_of(item);
   Int4Rows<K> b = {};
-  const bool warm = kWarm && tiles >= K && there(item);
-  if (!warm) load_first<K>(x = ready(), tiles, load_hidden, b);
-  const uint32_t scratch = shared_address(smem.first) + lane * int{sizeof(uint4)};
+  load_first<K>(x, tiles, load_hidden, b);
   for (int n = 0; there(item); ++n) {
     Int4Sums<S> acc = {};
     int after;
     const auto next_row = [&] { return row_of(after = item_at(n + 1)); };
-    multiply_run<S, K>(stream, tiles, x, next_row, load_hidden, b, acc,
-                       Int4Warm<decltype(ready)>{warm && n == 0, scratch, ready});
+    multiply_run<S, K>(stream, tiles, x, next_row, load_hidden, b, acc);
     const MoeGroup group = work.group[item / places];
     const int row = item % places * S;
 #pragma unroll
@@ -91,13 +85,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, kWarm ? 2 : 1)
   }
 }
 
-template <int kWarps, int S, int K, int N, bool kShared, bool kWarm>
+template <int kWarps, int S, int K, int N, bool kShared>
 void launch_down(const MoeExpertsParams& p, Stream stream, int64_t most) {
   using Smem = CommonSmem<kWarps, kWarps, S, K, N>;
   const int64_t items = int64_t{p.T} * p.K * ceil_div(p.D / kInt4Tile, S);
   const Grid grid{static_cast<unsigned>(items < most ? items : most), kWarps * kWarp,
                   smem_up_to<sizeof(Smem), kLimit<Smem>>(), 1, true};
-  launch(down_kernel<kWarps, S, K, N, kShared, kWarm>, grid, stream, p);
+  launch(down_kernel<kWarps, S, K, N, kShared>, grid, stream, p);
 }
 
 }  // namespace
@@ -106,18 +100,24 @@ void moe_down_few(const MoeExpertsParams& p, Stream stream) {
   constexpr int kShort = 16;  // tiles of a run that is not worth a turn at the queue
   const int sms = moe_processors(), tiles = p.F / kInt4Tile;
   const int64_t runs = int64_t{p.T} * p.K * (p.D / kInt4Tile);
-  // Short runs all begin beside hidden_kernel, whose blocks leave room for one more a processor.
-  constexpr int kRing = 16;  // tiles
-  if (runs * tiles <= int64_t{sms} * kFewWarps * kRing)
-    return launch_down<kFewWarps, 1, 4, 4, false, true>(p, stream, sms);
-  if (runs < 2 * kManyWarps * sms)
-    return launch_down<kFewWarps, 1, 4, 4, false, true>(p, stream, 2 * sms);
-  if (many_warps_fit()) {
-    if (tiles <= kShort) return launch_down<kManyWarps, 2, 4, 2, false, false>(p, stream, sms);
-    return launch_down<kManyWarps, 1, 8, 2, true, false>(p, stream, sms);
+  if (runs < 2 * kManyWarps * sms) {
+    // Short runs all begin beside the kernel before, whose blocks leave room for one a processor.
+    constexpr int kRing = 16;  // tiles
+    const bool beside = runs * tiles <= int64_t{sms} * kFewWarps * kRing;
+    if (tiles <= kShort)
+      launch_down<kFewWarps, 1, 4, 4, false>(p, stream, beside ? sms : 2 * sms);
+    else
+      launch_down<kFewWarps, 1, 8, 2, false>(p, stream, beside ? sms : 2 * sms);
+  } else if (many_warps_fit()) {
+    if (tiles <= kShort)
+      launch_down<kManyWarps, 2, 4, 2, false>(p, stream, sms);
+    else
+      launch_down<kManyWarps, 1, 8, 2, true>(p, stream, sms);
+  } else if (tiles <= kShort) {
+    launch_down<kFewWarps, 2, 4, 2, false>(p, stream, 2 * sms);
+  } else {
+    launch_down<kFewWarps, 1, 8, 2, true>(p, stream, 2 * sms);
   }
-  if (tiles <= kShort) return launch_down<kFewWarps, 2, 4, 2, false, false>(p, stream, 2 * sms);
-  launch_down<kFewWarps, 1, 8, 2, true, false>(p, stream, 2 * sms);
 }
 
 }  // namespace kdtree::cuda

@@ -121,8 +121,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, S == 1 && kPairs ? 2 : 1)
                                              next);
   let_next_begin();  // whose weights come after these
 
-  const bool warm = S == 1 && count >= K;  // there are few items
-  const uint32_t scratch = shared_address(smem.first) + lane * int{sizeof(uint4)};
   // A thread finishes an output of some rows, the same of all items.
   constexpr int kPass = kTeam * kWarp / kPart;  // rows that a team finishes at once
   const auto finish = [&](int item) {
@@ -150,14 +148,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, S == 1 && kPairs ? 2 : 1)
   int item = item_at(0);
   const bf16* x = row_of(item);
   Int4Rows<K> b = {};
-  if (!warm) load_first<K>(x, count, load_rows<kPairs>, b);
-  const auto ready = [&] { return x; };
+  load_first<K>(x, count, load_rows<kPairs>, b);
   for (int n = 0; there(item); ++n) {
     Int4Sums<S> acc = {};
     int after;
     const auto next_row = [&] { return row_of(after = item_at(n + 1)); };
-    multiply_run<S, K>(stream, count, x, next_row, load_rows<kPairs>, b, acc,
-                       Int4Warm<decltype(ready)>{warm && n == 0, scratch, ready});
+    multiply_run<S, K>(stream, count, x, next_row, load_rows<kPairs>, b, acc);
     if (count == 0) after = item_at(n + 1);
     if constexpr (C > 1)
       cluster_wait();  // the others' barriers are there
@@ -212,7 +208,7 @@ void moe_hidden_few(const MoeExpertsParams& p, Stream stream) {
   const int sms = moe_processors();
   if (moe_cluster(p) == 1) {
     constexpr int kFew = 8;  // items a processor, each of eight warps
-    if (items < kFew * sms) return launch_hidden<kFewWarps, R, 1, 1, 4, 4>(p, stream, pairs, items);
+    if (items < kFew * sms) return launch_hidden<kFewWarps, R, 1, 1, 8, 2>(p, stream, pairs, items);
     if (many) return launch_hidden<kManyWarps, R, 1, 2, 4, 2>(p, stream, pairs, items);
     return launch_hidden<kFewWarps, R, 1, 2, 4, 2>(p, stream, pairs, items);
   }
