@@ -30,7 +30,9 @@ def check_rows(case, counts):
 
 
 # tiles of D and F that fill stages and runs, and such that do not
-@pytest.mark.parametrize("D, F", [(1024, 128), (352, 96), (32, 32), (608, 544), (64, 1056)])
+@pytest.mark.parametrize(
+    "D, F", [(1024, 128), (352, 96), (32, 32), (608, 544), (64, 1056), (2080, 544)]
+)
 def test_forms_agree(D, F, device, rng):
     case = case_of(D, F, 7, 4, device, rng)
     case.ids[::5, 2] = -1
