@@ -28,7 +28,8 @@ CXX = (
     f" -fno-trapping-math -DTORCH_TARGET_VERSION={TORCH_TARGET} -DUSE_CUDA"
 )
 NVCC = (
-    "-std=c++20 -O3 -lineinfo --fmad=false -Xcompiler -fPIC,-fvisibility=hidden"
+    "-std=c++20 -O3 -lineinfo --compress-mode=size --fmad=false"
+    " -Xcompiler -fPIC,-fvisibility=hidden"
     " -Xptxas=--warn-on-spills"
 )
 
