@@ -54,7 +54,7 @@ struct MlaAppendParams {
 // and splits of kNearSplit positions up to position kNear, of kMidSplit up to kFar, of kFarSplit from
 // there on: enough of them to fill a GPU with one row, few enough to be merged for many.
 inline constexpr int kLatent = 512, kRope = 64;
-inline constexpr int kLatentPart = kLatent + 4;  // floats of a row's split in the workspace
+inline constexpr int kLatentPart = 2 * kLatent + 8;  // bytes of a row's split in the workspace
 inline constexpr int kNear = 4096, kNearSplit = 256;
 inline constexpr int kFar = 32768, kMidSplit = 512, kFarSplit = 1024;
 

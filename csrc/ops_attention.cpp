@@ -108,7 +108,7 @@ void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const
 int64_t mla_attention_workspace(int64_t B, int64_t N, int64_t H, int64_t C, int64_t max_pages,
                                 bool latent) {
   if (latent) {
-    const int64_t node = H * latent_splits(max_pages * kPage) * kLatentPart * int64_t{sizeof(float)};
+    const int64_t node = H * latent_splits(max_pages * kPage) * kLatentPart;
     return node * std::min(B * N, std::max<int64_t>(kMaxWorkspace / node, 1));
   }
   const int64_t parts = (max_pages * kPage + kSplit - 1) / kSplit + 1;

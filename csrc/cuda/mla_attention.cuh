@@ -5,7 +5,7 @@
 
 namespace kdtree::cuda {
 
-// Latents of 512 + 64 features in bf16, on tensor cores: tensor_cores/latent.cu.
+// Latents of 512 + 64 features in bf16, on tensor cores: tensor_cores/latent_mma.cu.
 inline bool is_latent(const MlaAttentionParams& p) {
   return p.C == kLatent && p.R == kRope && p.dtype == DType::bf16;
 }

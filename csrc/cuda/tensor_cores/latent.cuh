@@ -27,7 +27,6 @@ using Bf16 = __nv_bfloat16;
 
 inline constexpr int kWidth = kLatent + kRope;
 inline constexpr int kTileKeys = kPage;
-inline constexpr int kPartial = kLatentPart;  // weighted latents, their top, the sum of weights
 inline constexpr int kLatentPitch = kWidth + 8;     // elements of a row in shared memory: no two in a bank
 inline constexpr int kChunks = kWidth / 8;    // of 16 bytes
 inline constexpr float kLog2E = 1.442695041f;  // scores are in units of log2 e
@@ -88,9 +87,15 @@ struct LatentNode {
   }
 };
 
-__device__ inline float* partial_of(const LatentJob& job, int sequence, int row, int part) {
+// In the workspace: a part's weighted mean of latents, as bf16; its top and sum of weights.
+__device__ inline Bf16* part_of(const LatentJob& job, int sequence, int row, int part) {
   const int64_t at = (int64_t{sequence} * job.rows() + row) * job.parts + part;
-  return static_cast<float*>(job.p.workspace) + at * kPartial;
+  return static_cast<Bf16*>(job.p.workspace) + at * kLatent;
+}
+__device__ inline float2* stats_of(const LatentJob& job, int sequence, int row, int part) {
+  const Bf16* end = part_of(job, job.B, 0, 0);
+  const int64_t at = (int64_t{sequence} * job.rows() + row) * job.parts + part;
+  return reinterpret_cast<float2*>(const_cast<Bf16*>(end)) + at;
 }
 
 __device__ inline const Bf16* query_of(const LatentJob& job, int sequence, int row) {
@@ -123,6 +128,36 @@ __device__ inline float base_of(float top) { return top == -INFINITY ? 0.f : top
 __device__ inline uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Of four fragments' words, one for each thread of a quad, the four of the fragment that is this
+// thread's: its 8 features.
+__device__ inline int4 quad_transpose(const uint32_t (&w)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  const uint32_t a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1);
+  const uint32_t b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+  const uint32_t low[] = {odd ? a : w[0], odd ? w[1] : a}, up[] = {odd ? b : w[2], odd ? w[3] : b};
+  const uint32_t c = __shfl_xor_sync(~0u, high ? low[0] : up[0], 2);
+  const uint32_t d = __shfl_xor_sync(~0u, high ? low[1] : up[1], 2);
+  const auto word = [](uint32_t x) { return static_cast<int>(x); };
+  return high ? int4{word(c), word(d), word(up[0]), word(up[1])}
+              : int4{word(low[0]), word(low[1]), word(c), word(d)};
+}
+
+// A row's part to the workspace: rows 8 * half + lane / 4 of fragments. sum: of weights
+template <int kNT>
+__device__ inline void store_part(const float (&sums)[kNT][4], int half, float sum, Bf16* to,
+                                  bool valid) {
+  const float mean = sum > 0 ? 1.f / sum : 0.f;
+#pragma unroll
+  for (int n = 0; n < kNT; n += 4) {
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      w[i] = pack(sums[n + i][2 * half] * mean, sums[n + i][2 * half + 1] * mean);
+    const int4 v = quad_transpose(w);
+    if (valid) *reinterpret_cast<int4*>(to + 8 * (n + threadIdx.x % 4)) = v;
+  }
 }
 
 // How the parts of a row tile are dealt to the blocks of its column of the grid: longest first, every

@@ -1,25 +1,32 @@
 // mla_attention for latents of 512 + 64 features in bf16: a row's tail, and the merge of its parts.
 //
-// Grid    x = (sequence, node, 16 heads), y = kNT * 64 of the 512 features. Begins before the kernel
+// Grid    x = (sequence, node, 16 heads), y = 64 * kNT of the 512 features. Begins before the kernel
 //         of the splits has ended: the tail does not depend on it.
-// Tiling  8 warps: two score 8 of the tail's 16 positions each, all add 8 * kNT features of latents,
-//         then of the parts, in the fragments' layout.
+// Tiling  8 warps. The tail: two score 8 of its 16 positions each, all add 8 * kNT features. The merge:
+//         a thread has 8 features of a row, of all parts or of every second run of 16.
+// Order   the parts of even runs of 16, those of odd ones, the sum of both, the tail.
 // Smem    16 queries, 16 latents, scores, weights, factors of the parts: 48 KB.
-// Floor   the parts' bytes: 2064 a row and split, from L2.
+// Floor   the parts' bytes: 1032 a row and split, from L2.
 #include "latent.cuh"
 
 namespace kdtree::cuda {
 namespace {
 
-constexpr int kRows = 16, kThreads = 256, kRun = 128;  // parts whose factors are held at once
-constexpr int kFactorPitch = kRun + 4;
+constexpr int kRows = 16, kThreads = 256, kRun = 16;
+constexpr int kHeld = 8 * kRun;  // parts whose factors are in shared memory
+constexpr int kFactorPitch = kHeld + 4;
 
 struct Smem {
   Bf16 q[kRows][kLatentPitch], keys[kTail][kLatentPitch];
   float score[kRows][kTail + 4];
   Bf16 weight[kRows][kTail + 8];
-  float keep[kRows], top[kRows], sum[kRows];
+  float keep[kRows], sum[kRows];
   float factor[kRows][kFactorPitch];
+};
+// Where queries and latents stood: what the tail and the odd runs add.
+template <int kNT>
+struct Added {
+  float tail[kRows][64 * kNT + 4], odd[kRows][64 * kNT + 4];
 };
 
 __device__ inline void load_tail(const LatentJob& job, Smem& s, const LatentNode& node, int b,
@@ -67,15 +74,38 @@ __device__ inline void weigh_tail(Smem& s, float scale, int seen, float& top, fl
   if (key == 0) s.keep[row] = keep;
 }
 
-// Factors of parts first .. first + count - 1, and this thread's share of the sum of weights.
+// Factors of parts first .. first + count - 1, zeros up to a whole run, and this thread's share of
+// their sum.
 __device__ inline void weigh_parts(const LatentJob& job, Smem& s, int b, int row, bool valid,
                                    int first, int count, float top, float& sum) {
-  for (int i = threadIdx.x % 16; i < count; i += 16) {
-    const float* part = partial_of(job, b, row, first + i) + kLatent;
-    const float2 v = valid ? __ldcg(reinterpret_cast<const float2*>(part)) : float2{0, 0};
-    const float factor = exp2_of(v.x - top);
+  const float2* stats = stats_of(job, b, row, first);
+#pragma unroll
+  for (int k = 0; k < kHeld / 16; ++k) {
+    const int i = threadIdx.x % 16 + 16 * k;
+    const float2 v = valid && i < count ? __ldcg(stats + i) : float2{-INFINITY, 0};
+    const float factor = v.y > 0 ? exp2_of(v.x - top) * v.y : v.y;
     s.factor[threadIdx.x / 16][i] = factor;
-    sum = fmaf(factor, v.y, sum);
+    sum += factor;
+  }
+}
+
+// sum += factor * part over every second run, from the first on.
+__device__ inline void add_parts(const Bf16* part, const float* factor, int count, int first,
+                                 float (&sum)[8]) {
+  for (int run = first; run < count; run += 2 * kRun) {
+    int4 v[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const auto* from = reinterpret_cast<const int4*>(part + int64_t{run + i} * kLatent);
+      v[i] = run + i < count ? __ldcg(from) : int4{};
+    }
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float f = factor[run + i];
+      const auto& values = reinterpret_cast<const Vec<Bf16>&>(v[i]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[e] = fmaf(f, float(values.v[e]), sum[e]);
+    }
   }
 }
 
@@ -90,15 +120,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int heads = min(kRows, p.H - head), first_row = n * p.H + head;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int column = blockIdx.y * kNT * 64 + warp * kNT * 8;
+  constexpr int kChunk = 8 * kNT;  // threads of a row
   const LatentNode node(p, job.b + b, job.n + n);
-  const auto put = [&](int r, int c, float low, float high) {
-    const int64_t row = (int64_t{job.b + b} * p.N + job.n + n) * p.H + head + r;
-    *reinterpret_cast<uint32_t*>(static_cast<Bf16*>(p.out) + row * kLatent + c) = pack(low, high);
-  };
+  const int row = threadIdx.x / 16;
+  Bf16* out = static_cast<Bf16*>(p.out) +
+              ((int64_t{job.b + b} * p.N + job.n + n) * p.H + head) * kLatent + blockIdx.y * kNT * 64;
   if (node.position < 0) {
-    for (int half = 0; half < 2; ++half)
-      for (int i = 0; i < kNT; ++i)
-        if (const int r = lane / 4 + 8 * half; r < heads) put(r, column + 8 * i + lane % 4 * 2, 0, 0);
+    for (int i = threadIdx.x; i < heads * kChunk; i += kThreads)
+      *reinterpret_cast<int4*>(out + int64_t{i / kChunk} * kLatent + i % kChunk * 8) = {};
     return wait_for_previous();
   }
 
@@ -107,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     copy_chunk(&s.q[r][chunk], query_of(job, b, first_row + min(r, heads - 1)) + chunk, r < heads,
                job.aligned);
   }
-  const int body = node.body(), row = threadIdx.x / 16;
+  const int body = node.body();
   float tail[kNT][4] = {}, top = -INFINITY, sum = 0;
   for (int at = body; at <= node.position; at += kTail) {
     load_tail(job, s, node, b, at);
@@ -133,53 +162,55 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();  // latents and weights are used up
   }
 
+  auto& added = reinterpret_cast<Added<kNT>&>(s);
+  static_assert(sizeof added <= sizeof s.q + sizeof s.keys);
+#pragma unroll
+  for (int i = 0; i < kNT; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      added.tail[lane / 4 + e / 2 * 8][warp * kNT * 8 + 8 * i + lane % 4 * 2 + e % 2] = tail[i][e];
+
   wait_for_previous();
   const int splits = splits_of(body);
   const bool valid = row < heads;
   float all_top = top;
+#pragma unroll 4
   for (int i = threadIdx.x % 16; i < splits; i += 16)
-    if (valid) all_top = fmaxf(all_top, __ldcg(partial_of(job, b, first_row + row, i) + kLatent));
+    if (valid) all_top = fmaxf(all_top, __ldcg(stats_of(job, b, first_row + row, i)).x);
   for (int d = 1; d < 16; d *= 2) all_top = fmaxf(all_top, __shfl_xor_sync(~0u, all_top, d));
-  float share = 0, acc[kNT][4] = {};
-  for (int first = 0; first < splits; first += kRun) {
-    const int count = min(kRun, splits - first);
+
+  // This thread's 8 features of a row; its runs, where two threads share them.
+  const int chunk = threadIdx.x % kChunk, r = threadIdx.x / kChunk % kRows;
+  const int parity = threadIdx.x / (kChunk * kRows);
+  constexpr bool kShared = kChunk * kRows < kThreads;
+  float share = 0, even[8] = {}, odd[8] = {};
+  for (int first = 0; first < splits; first += kHeld) {
+    const int count = min(kHeld, splits - first);
     weigh_parts(job, s, b, first_row + row, valid, first, count, all_top, share);
-    __syncthreads();  // the run's factors are there
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = lane / 4 + 8 * half;
-      if (r >= heads) continue;
-      const float* part = partial_of(job, b, first_row + r, first) + column + lane % 4 * 2;
-#pragma unroll(16 / kNT)
-      for (int i = 0; i < count; ++i, part += kPartial) {
-        const float factor = s.factor[r][i];
-#pragma unroll
-        for (int t = 0; t < kNT; ++t) {
-          const float2 v = __ldcg(reinterpret_cast<const float2*>(part + 8 * t));
-          acc[t][2 * half] = fmaf(factor, v.x, acc[t][2 * half]);
-          acc[t][2 * half + 1] = fmaf(factor, v.y, acc[t][2 * half + 1]);
-        }
-      }
-    }
-    __syncthreads();  // the run's factors are used up
+    __syncthreads();  // the factors are there
+    const Bf16* part = part_of(job, b, first_row + min(r, heads - 1), first) +
+                       blockIdx.y * kNT * 64 + chunk * 8;
+    add_parts(part, s.factor[r], count, parity * kRun, even);
+    if constexpr (!kShared) add_parts(part, s.factor[r], count, kRun, odd);
+    __syncthreads();  // the factors are used up
   }
   for (int d = 1; d < 16; d *= 2) share += __shfl_xor_sync(~0u, share, d);
   if (threadIdx.x % 16 == 0) {
     s.keep[row] = exp2_of(top - all_top);  // of the tail
     s.sum[row] = fmaf(s.keep[row], sum, share);
   }
-  __syncthreads();  // the rows' sums are there
+  if (kShared && parity)
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = lane / 4 + 8 * half;
-    if (r >= heads) continue;
-    const float factor = s.keep[r], weight = s.sum[r];
+    for (int e = 0; e < 8; ++e) added.odd[r][chunk * 8 + e] = even[e];
+  __syncthreads();  // the rows' sums are there, the tail's and those of odd runs
+  if (parity || r >= heads) return;
+  Vec<Bf16> v;
 #pragma unroll
-    for (int t = 0; t < kNT; ++t)
-      put(r, column + 8 * t + lane % 4 * 2,
-          fmaf(factor, tail[t][2 * half], acc[t][2 * half]) / weight,
-          fmaf(factor, tail[t][2 * half + 1], acc[t][2 * half + 1]) / weight);
+  for (int e = 0; e < 8; ++e) {
+    const float all = even[e] + (kShared ? added.odd[r][chunk * 8 + e] : odd[e]);
+    v.v[e] = Bf16(fmaf(s.keep[r], added.tail[r][chunk * 8 + e], all) / s.sum[r]);
   }
+  *reinterpret_cast<Vec<Bf16>*>(out + int64_t{r} * kLatent + chunk * 8) = v;
 }
 
 template <int kNT>
@@ -195,7 +226,6 @@ void launch_merge(const LatentJob& job, Stream stream) {
 // The features of a block are so many that there are some blocks for each processor.
 void latent_merge(const LatentJob& job, Stream stream) {
   const int64_t blocks = int64_t{job.B} * job.N * ceil_div(job.p.H, kRows);
-  if (blocks * 4 >= 4 * processors()) return launch_merge<4>(job, stream);
   if (blocks * 8 >= 2 * processors()) return launch_merge<2>(job, stream);
   launch_merge<1>(job, stream);
 }

@@ -8,6 +8,9 @@
 //         blocks an SM of sm_90.
 // Floor   the latents' bytes: 1152 a position, once per 16 rows, from L2 but for the first.
 // Needs   nothing of alignment; unaligned latents are copied element by element.
+#include <algorithm>
+
+#include "../mla_attention.cuh"
 #include "latent.cuh"
 
 namespace kdtree::cuda {
@@ -28,6 +31,7 @@ struct Smem {
   Bf16 weight[kRows][kWeightPitch];
   float keep[kTiles][kRows];
   int most[kRows];
+  float sum[kRows];  // of weights
 };
 
 // A warp's own keys of the round: it alone waits for them before it scores them.
@@ -160,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
   const MlaAttentionParams& p = job.p;
   const int tiles = ceil_div(job.rows(), kRows), b = blockIdx.x / tiles;
   const int first = blockIdx.x % tiles * kRows, rows = min(kRows, job.rows() - first);
-  const int row = threadIdx.x / 16, lane = threadIdx.x % kWarp;
+  const int row = threadIdx.x / 16, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int body = row < rows ? LatentNode(p, job.b + b, job.n + (first + row) / p.H).body() : 0;
   if (threadIdx.x % 16 == 0) s.most[row] = body;
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
@@ -192,18 +196,17 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
       add_keys<kTiles>(s, ceil_div(end - at, kTileKeys), sums);
       __syncthreads();  // the round's keys and weights are used up
     }
+    if (threadIdx.x % 16 == 0) {
+      s.sum[row] = sum;
+      if (row < rows) *stats_of(job, b, first + row, part) = {top, sum};
+    }
+    __syncthreads();  // the sums of weights are there
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = lane / 4 + 8 * half;
-      if (r >= rows) continue;
-      float* to = partial_of(job, b, first + r, part) + threadIdx.x / kWarp * kColumns;
-#pragma unroll
-      for (int n = 0; n < kSums; ++n)
-        *reinterpret_cast<float2*>(to + 8 * n + lane % 4 * 2) = {sums[n][2 * half],
-                                                                 sums[n][2 * half + 1]};
+      Bf16* to = part_of(job, b, first + min(r, rows - 1), part) + warp * kColumns;
+      store_part(sums, half, s.sum[r], to, r < rows);
     }
-    if (threadIdx.x % 16 == 0 && row < rows)
-      *reinterpret_cast<float2*>(partial_of(job, b, first + row, part) + kLatent) = {top, sum};
   }
 }
 
@@ -217,6 +220,40 @@ void latent_mma(const LatentJob& job, Stream stream) {
     launch(latent_mma_kernel<tiles()>, {dim3(x, y), kThreads, smem}, stream, job);
   };
   with(std::integral_constant<int, 1>{}, smem_up_to<int{sizeof(Smem<1>)}>());
+}
+
+namespace {
+
+// Rows of a sequence from which on a tile of 64 is worth its place: fewer fill the processors better
+// 16 at a time, but read the latents once for each 16.
+bool wants_wgmma(const LatentJob& job) {
+  constexpr int kLongTable = 16384 / kPage;
+  return job.rows() > (job.p.max_pages > kLongTable ? 32 : 128);
+}
+
+void run(const LatentJob& job, Stream stream) {
+  if (!(device_has_wgmma() && wants_wgmma(job) && latent_sm90(job, stream)))
+    latent_mma(job, stream);
+  latent_merge(job, stream);
+}
+
+}  // namespace
+
+// As many nodes at a time as the workspace holds parts of.
+void latent_attention(const MlaAttentionParams& p, Stream stream) {
+  LatentJob job{.p = p};
+  job.parts = splits_of(static_cast<int>(int64_t{p.max_pages} * kPage));
+  const auto on_16 = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
+  job.aligned = on_16(p.q) && on_16(p.cache);
+  const int64_t node = int64_t{p.H} * job.parts * kLatentPart;
+  const int nodes = static_cast<int>(std::min<int64_t>(p.workspace_bytes / node, int64_t{p.B} * p.N));
+  job.B = std::max(nodes / p.N, 1), job.N = std::min(nodes, p.N);
+  const LatentJob most = job;
+  for (job.b = 0; job.b < p.B; job.b += most.B)
+    for (job.n = 0; job.n < p.N; job.n += most.N) {
+      job.B = std::min(most.B, p.B - job.b), job.N = std::min(most.N, p.N - job.n);
+      run(job, stream);
+    }
 }
 
 }  // namespace kdtree::cuda

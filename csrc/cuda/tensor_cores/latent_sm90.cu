@@ -172,14 +172,11 @@ struct Reader {
   __device__ void store(int b, int first, int rows, int part) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (row + 8 * r >= rows) continue;
-      float* to = partial_of(job, b, first + row + 8 * r, part);
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
-        *reinterpret_cast<float2*>(to + half * kColumns + 8 * n + lane % 4 * 2) = {
-            sums[n][2 * r], sums[n][2 * r + 1]};
-      if (half == 0 && lane % 4 == 0)
-        *reinterpret_cast<float2*>(to + kLatent) = {top[r], sum[r]};
+      const int at = row + 8 * r;
+      Bf16* to = part_of(job, b, first + min(at, rows - 1), part) + half * kColumns;
+      store_part(sums, r, sum[r], to, at < rows);
+      if (half == 0 && lane % 4 == 0 && at < rows)
+        *stats_of(job, b, first + at, part) = {top[r], sum[r]};
     }
   }
 
