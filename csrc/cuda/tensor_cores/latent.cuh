@@ -10,7 +10,7 @@
 //   tail     the last 16 positions, one step of mma in position order
 //   row      the splits in order, the tail last
 //
-// The sum of a tile's weights: eight positions apart by pairs, neighbours, four apart, halves last.
+// The sum of a tile's weights: neighbours by pairs, then pairs 8, 16, 32, 2 and 4 positions apart.
 // Rows are heads and nodes of a sequence, heads first, as q has them: each tile of latents in shared
 // memory serves all rows of a block, as keys and as values. A row's positions from its tail on weigh
 // exactly zero; no block has rows of nodes more than 15 apart, so a latent that it reads for one row

@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     latent_merge_kernel(const __grid_constant__ LatentJob job) {
   extern __shared__ __align__(16) char bytes[];
   Smem& s = *reinterpret_cast<Smem*>(bytes);
+  let_next_begin();
   const MlaAttentionParams& p = job.p;
   const int groups = ceil_div(p.H, kRows), head = blockIdx.x % groups * kRows;
   const int n = blockIdx.x / groups % job.N, b = blockIdx.x / groups / job.N;

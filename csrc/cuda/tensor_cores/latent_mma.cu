@@ -117,9 +117,9 @@ __device__ inline void weigh_keys(Smem<kTiles>& s, float scale, int seen, float&
     }
     float all = added[0] + added[1];
     all += __shfl_xor_sync(~0u, all, 4);
+    all += __shfl_xor_sync(~0u, all, 8);
     all += __shfl_xor_sync(~0u, all, 1);
     all += __shfl_xor_sync(~0u, all, 2);
-    all += __shfl_xor_sync(~0u, all, 8);
     sum = fmaf(sum, keep, all);
     top = largest;
     if (threadIdx.x % 16 == 0) s.keep[j][row] = keep;
@@ -160,6 +160,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
   using S = Smem<kTiles>;
   extern __shared__ __align__(16) char bytes[];
   S& s = *reinterpret_cast<S*>(bytes);
+  wait_for_previous();
   let_next_begin();
   const MlaAttentionParams& p = job.p;
   const int tiles = ceil_div(job.rows(), kRows), b = blockIdx.x / tiles;
@@ -217,22 +218,16 @@ void latent_mma(const LatentJob& job, Stream stream) {
   const auto with = [&](auto tiles, DynamicSmem smem) {
     const int blocks = processors() * (tiles() == 1 ? 2 : 1);
     const int y = std::min(std::max(blocks / x, 1), job.parts);
-    launch(latent_mma_kernel<tiles()>, {dim3(x, y), kThreads, smem}, stream, job);
+    launch(latent_mma_kernel<tiles()>,
+           {.blocks = dim3(x, y), .threads = kThreads, .smem = smem, .early = true}, stream, job);
   };
   with(std::integral_constant<int, 1>{}, smem_up_to<int{sizeof(Smem<1>)}>());
 }
 
 namespace {
 
-// Rows of a sequence from which on a tile of 64 is worth its place: fewer fill the processors better
-// 16 at a time, but read the latents once for each 16.
-bool wants_wgmma(const LatentJob& job) {
-  constexpr int kLongTable = 16384 / kPage;
-  return job.rows() > (job.p.max_pages > kLongTable ? 32 : 128);
-}
-
 void run(const LatentJob& job, Stream stream) {
-  if (!(device_has_wgmma() && wants_wgmma(job) && latent_sm90(job, stream)))
+  if (!(device_has_wgmma() && latent_sm90(job, stream)))
     latent_mma(job, stream);
   latent_merge(job, stream);
 }
