@@ -149,15 +149,19 @@ template <int kNT>
 __device__ inline void store_part(const float (&sums)[kNT][4], int half, float sum, Bf16* to,
                                   bool valid) {
   const float mean = sum > 0 ? 1.f / sum : 0.f;
+  int4 v[kNT / 4];
 #pragma unroll
   for (int n = 0; n < kNT; n += 4) {
     uint32_t w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       w[i] = pack(sums[n + i][2 * half] * mean, sums[n + i][2 * half + 1] * mean);
-    const int4 v = quad_transpose(w);
-    if (valid) *reinterpret_cast<int4*>(to + 8 * (n + threadIdx.x % 4)) = v;
+    v[n / 4] = quad_transpose(w);
   }
+  if (!valid) return;
+#pragma unroll
+  for (int n = 0; n < kNT; n += 4)
+    *reinterpret_cast<int4*>(to + 8 * (n + threadIdx.x % 4)) = v[n / 4];
 }
 
 // How the parts of a row tile are dealt to the blocks of its column of the grid: longest first, every

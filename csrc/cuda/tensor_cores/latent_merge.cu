@@ -23,10 +23,10 @@ struct Smem {
   float keep[kRows], sum[kRows];
   float factor[kRows][kFactorPitch];
 };
-// Where queries and latents stood: what the tail and the odd runs add.
+// Where queries and latents stood: what the tail and, if another thread has them, odd runs add.
 template <int kNT>
 struct Added {
-  float tail[kRows][64 * kNT + 4], odd[kRows][64 * kNT + 4];
+  float tail[kRows][64 * kNT + 4], odd[kNT == 1 ? kRows : 1][64 * kNT + 4];
 };
 
 __device__ inline void load_tail(const LatentJob& job, Smem& s, const LatentNode& node, int b,
@@ -180,38 +180,48 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (valid) all_top = fmaxf(all_top, __ldcg(stats_of(job, b, first_row + row, i)).x);
   for (int d = 1; d < 16; d *= 2) all_top = fmaxf(all_top, __shfl_xor_sync(~0u, all_top, d));
 
-  // This thread's 8 features of a row; its runs, where two threads share them.
-  const int chunk = threadIdx.x % kChunk, r = threadIdx.x / kChunk % kRows;
-  const int parity = threadIdx.x / (kChunk * kRows);
-  constexpr bool kShared = kChunk * kRows < kThreads;
-  float share = 0, even[8] = {}, odd[8] = {};
-  for (int first = 0; first < splits; first += kHeld) {
-    const int count = min(kHeld, splits - first);
-    weigh_parts(job, s, b, first_row + row, valid, first, count, all_top, share);
-    __syncthreads();  // the factors are there
-    const Bf16* part = part_of(job, b, first_row + min(r, heads - 1), first) +
-                       blockIdx.y * kNT * 64 + chunk * 8;
-    add_parts(part, s.factor[r], count, parity * kRun, even);
-    if constexpr (!kShared) add_parts(part, s.factor[r], count, kRun, odd);
-    __syncthreads();  // the factors are used up
-  }
-  for (int d = 1; d < 16; d *= 2) share += __shfl_xor_sync(~0u, share, d);
-  if (threadIdx.x % 16 == 0) {
-    s.keep[row] = exp2_of(top - all_top);  // of the tail
-    s.sum[row] = fmaf(s.keep[row], sum, share);
-  }
-  if (kShared && parity)
+  // This thread's 8 features of a row, of each 128; its runs, where two threads share them.
+  constexpr int kWide = kChunk < 16 ? kChunk : 16;
+  constexpr bool kShared = kWide * kRows < kThreads;
+  const int r = threadIdx.x / kWide % kRows, parity = threadIdx.x / (kWide * kRows);
+  float share = 0;
+#pragma unroll 1
+  for (int chunk = threadIdx.x % kWide; chunk < kChunk; chunk += kWide) {
+    const bool once = chunk < kWide;
+    float even[8] = {}, odd[8] = {};
+    for (int first = 0; first < splits; first += kHeld) {
+      const int count = min(kHeld, splits - first);
+      if (once || splits > kHeld) {
+        float again = 0;
+        __syncthreads();  // the factors before are used up
+        weigh_parts(job, s, b, first_row + row, valid, first, count, all_top, once ? share : again);
+        __syncthreads();  // the factors are there
+      }
+      const Bf16* part = part_of(job, b, first_row + min(r, heads - 1), first) +
+                         blockIdx.y * kNT * 64 + chunk * 8;
+      add_parts(part, s.factor[r], count, parity * kRun, even);
+      if constexpr (!kShared) add_parts(part, s.factor[r], count, kRun, odd);
+    }
+    if (once) {
+      for (int d = 1; d < 16; d *= 2) share += __shfl_xor_sync(~0u, share, d);
+      if (threadIdx.x % 16 == 0) {
+        s.keep[row] = exp2_of(top - all_top);  // of the tail
+        s.sum[row] = fmaf(s.keep[row], sum, share);
+      }
+      if (kShared && parity)
 #pragma unroll
-    for (int e = 0; e < 8; ++e) added.odd[r][chunk * 8 + e] = even[e];
-  __syncthreads();  // the rows' sums are there, the tail's and those of odd runs
-  if (parity || r >= heads) return;
-  Vec<Bf16> v;
+        for (int e = 0; e < 8; ++e) added.odd[r % (kShared ? kRows : 1)][chunk * 8 + e] = even[e];
+      __syncthreads();  // the rows' sums are there, the tail's and those of odd runs
+    }
+    if (parity || r >= heads) continue;
+    Vec<Bf16> v;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    const float all = even[e] + (kShared ? added.odd[r][chunk * 8 + e] : odd[e]);
-    v.v[e] = Bf16(fmaf(s.keep[r], added.tail[r][chunk * 8 + e], all) / s.sum[r]);
+    for (int e = 0; e < 8; ++e) {
+      const float all = even[e] + (kShared ? added.odd[r % (kShared ? kRows : 1)][chunk * 8 + e] : odd[e]);
+      v.v[e] = Bf16(fmaf(s.keep[r], added.tail[r][chunk * 8 + e], all) / s.sum[r]);
+    }
+    *reinterpret_cast<Vec<Bf16>*>(out + int64_t{r} * kLatent + chunk * 8) = v;
   }
-  *reinterpret_cast<Vec<Bf16>*>(out + int64_t{r} * kLatent + chunk * 8) = v;
 }
 
 template <int kNT>
@@ -227,6 +237,7 @@ void launch_merge(const LatentJob& job, Stream stream) {
 // The features of a block are so many that there are some blocks for each processor.
 void latent_merge(const LatentJob& job, Stream stream) {
   const int64_t blocks = int64_t{job.B} * job.N * ceil_div(job.p.H, kRows);
+  if (blocks * 2 >= 3 * processors()) return launch_merge<8>(job, stream);
   if (blocks * 8 >= 2 * processors()) return launch_merge<2>(job, stream);
   launch_merge<1>(job, stream);
 }

@@ -101,17 +101,23 @@ struct Reader {
   __device__ void weigh_tile(const int (&seen)[2], float (&keep)[2]) {
     Weighed& w = s.weighed[kOwn];
 #pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[n][i] *= scale;
+    if (__any_sync(~0u, min(seen[0], seen[1]) < kTileKeys)) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (8 * n + lane % 4 * 2 + i % 2 >= seen[i / 2]) score[n][i] = -INFINITY;
+    }
+#pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int at = row + 8 * r;
       float largest = top[r];
 #pragma unroll
       for (int n = 0; n < 8; ++n)
-#pragma unroll
-        for (int i = 2 * r; i < 2 * r + 2; ++i) {
-          const int key = 8 * n + lane % 4 * 2 + i % 2;
-          score[n][i] = key < seen[r] ? score[n][i] * scale : -INFINITY;
-          largest = fmaxf(largest, score[n][i]);
-        }
+        largest = fmaxf(largest, fmaxf(score[n][2 * r], score[n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const float base = base_of(largest);
