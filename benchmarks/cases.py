@@ -33,17 +33,20 @@ class Size:
     batches: tuple[int, ...]  # rows of what streams weights, and of the router
     prefill: int  # rows of a chunk of a prompt
     contexts: tuple[int, ...]
+    cached: tuple[int, ...]  # contexts of the latent cache
     nodes: tuple[int, ...]
 
 
 KIMI = Size(
     D=7168, H=64, C=512, R=64, P=128, E=384, K=8, F=2048, shard=256, W=163840, Q=1536,
     dense=18432, L=61, rows=(1, 8, 64), batches=(1, 8, 16, 32, 64), prefill=2048,
-    contexts=(4096, 32768), nodes=(1, 8, 16, 64),
+    contexts=(4096, 32768),
+    cached=(1024, 4096, 32768, 131072), nodes=(1, 8, 16, 64),
 )  # fmt: skip
 SMALL = Size(  # the demo model's
     D=256, H=8, C=128, R=16, P=32, E=24, K=4, F=128, shard=32, W=8192, Q=128, dense=768, L=8,
-    rows=(1, 8), batches=(1, 8), prefill=32, contexts=(256,), nodes=(1, 8),
+    rows=(1, 8), batches=(1, 8), prefill=32, contexts=(256,),
+    cached=(256,), nodes=(1, 8),
 )  # fmt: skip
 
 

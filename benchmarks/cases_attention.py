@@ -46,18 +46,20 @@ def mla_append(b: Bench) -> Iterator[Case]:
 
 def mla_attention(b: Bench) -> Iterator[Case]:
     s = b.size
-    for S in s.contexts:
-        for N in s.nodes:
-            yield _attention(b, s.H, S, N, tree=True)
+    for H in dict.fromkeys((s.H, 8)):  # all, and those of one GPU of eight
+        for S in s.cached:
+            for N in s.nodes:
+                for tree in (True, False):
+                    yield _attention(b, H, S, N, tree)
     yield _attention(b, s.H, s.contexts[0] // 2, s.contexts[0] // 8, tree=False)  # prefill
-    if s.H > 8:
-        yield _attention(b, 8, s.contexts[-1], 16, tree=True)  # heads of one GPU of eight
 
 
 def _attention(b: Bench, H: int, S: int, N: int, tree: bool) -> Case:
     s = b.size
     Z, pages = s.C + s.R, -(-(S + N) // 64)
-    q, caches = b.rand(1, N, H, Z), b.copies(b.rand(pages, 64, Z))
+    q, caches = b.rand(1, N, H, Z), [b.rand(pages, 64, Z)]
+    if b.device.type == "cuda":
+        caches += [caches[0].clone() for _ in range(3)]
     table = b.tensor([list(range(pages))[::-1]])
     words, mask = _ancestors(N) if tree else (None, np.tri(N, dtype=bool))
     mask = torch.cat([torch.ones(N, S, dtype=torch.bool), torch.from_numpy(mask)], 1).to(b.device)
@@ -69,7 +71,8 @@ def _attention(b: Bench, H: int, S: int, N: int, tree: bool) -> Case:
     b.close("mla_attention", run(), plain())
     moved = ((S + N) * Z + N * H * (Z + s.C)) * b.e
     flops = 2 * H * int(mask.sum()) * (Z + s.C)
-    return Case({"B": 1, "H": H, "S": S, "N": N}, run, moved, flops, ("eager", plain))
+    shape = {"B": 1, "H": H, "S": S, "N": N}
+    return Case(shape if tree else shape | {"chain": 1}, run, moved, flops, ("eager", plain))
 
 
 def _ancestors(N: int) -> tuple[list[int], np.ndarray]:

@@ -49,6 +49,24 @@ struct MlaAppendParams {
 // merged split by split, the tail last. Rows that a row does not attend to are never read into its
 // sums, and block table entries without a visible key are never followed. Every slot of the context
 // and of the nodes lies within the table: context + N <= kPage * max_pages.
+//
+// Latents of kLatent + kRope features in bfloat16 have tensor cores on a GPU, tiles of kPage positions,
+// and splits of kNearSplit positions up to position kNear, of kMidSplit up to kFar, of kFarSplit from
+// there on: enough of them to fill a GPU with one row, few enough to be merged for many.
+inline constexpr int kLatent = 512, kRope = 64;
+inline constexpr int kLatentPart = 2 * kLatent + 8;  // bytes of a row's split in the workspace
+inline constexpr int kNear = 4096, kNearSplit = 256;
+inline constexpr int kFar = 32768, kMidSplit = 512, kFarSplit = 1024;
+
+// How many splits begin before position `keys`.
+constexpr int64_t latent_splits(int64_t keys) {
+  const auto in = [&](int64_t from, int64_t to, int64_t split) {
+    const int64_t part = keys < from ? 0 : (keys < to ? keys : to) - from;
+    return (part + split - 1) / split;
+  };
+  return in(0, kNear, kNearSplit) + in(kNear, kFar, kMidSplit) + in(kFar, keys, kFarSplit);
+}
+
 struct MlaAttentionParams {
   const void* q;               // [B, N, H, C + R], contiguous
   const void* cache;           // [pages, kPage, C + R]

@@ -103,8 +103,14 @@ void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const
 }
 
 // Bytes: per row and split, and for the tail, a weighted sum [C], a largest score and a sum of
-// weights in float32; for all rows, or for as many at a time as fit.
-int64_t mla_attention_workspace(int64_t B, int64_t N, int64_t H, int64_t C, int64_t max_pages) {
+// weights in float32; for all rows, or for as many at a time as fit. latent: kLatent + kRope in bf16,
+// where the tail needs none
+int64_t mla_attention_workspace(int64_t B, int64_t N, int64_t H, int64_t C, int64_t max_pages,
+                                bool latent) {
+  if (latent) {
+    const int64_t node = H * latent_splits(max_pages * kPage) * kLatentPart;
+    return node * std::min(B * N, std::max<int64_t>(kMaxWorkspace / node, 1));
+  }
   const int64_t parts = (max_pages * kPage + kSplit - 1) / kSplit + 1;
   const int64_t block = kHeadBlock * parts * (C + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t blocks = B * N * ((H + kHeadBlock - 1) / kHeadBlock);
@@ -133,8 +139,9 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
   auto out = empty(q, {B, N, H, latent}, q.scalar_type());
   const DType dtype = dtype_of("q", q);
   if (out.numel() == 0) return out;
+  const bool fast = dtype == DType::bf16 && latent == kLatent && Z == kLatent + kRope;
   const int64_t bytes =
-      q.is_cuda() ? mla_attention_workspace(B, N, H, latent, block_table.size(1)) : 0;
+      q.is_cuda() ? mla_attention_workspace(B, N, H, latent, block_table.size(1), fast) : 0;
   const auto workspace = empty(q, {bytes}, ScalarType::Byte);
   run_on<Launch>(q, MlaAttentionParams{
                         .q = data(q),

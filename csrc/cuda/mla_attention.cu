@@ -1,4 +1,5 @@
-// Verify attention over the latent cache, any shape: float32 products, no tensor cores.
+// Verify attention over the latent cache, any shape: float32 products, no tensor cores, but for
+// is_latent's.
 //
 //   out[b, n, h] = softmax_j(scale * q[b, n, h] . cache[j]) . cache[j][:C], see MlaAttentionParams
 //
@@ -276,6 +277,7 @@ void run(const MlaAttentionParams& p, Stream stream) {
 }  // namespace
 
 void mla_attention(const MlaAttentionParams& p, Stream stream) {
+  if (is_latent(p)) return latent_attention(p, stream);
   dispatch(p.dtype, [&](auto element) { run<decltype(element)>(p, stream); });
 }
 

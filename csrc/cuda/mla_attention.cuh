@@ -5,6 +5,12 @@
 
 namespace kdtree::cuda {
 
+// Latents of 512 + 64 features in bf16, on tensor cores: tensor_cores/latent_mma.cu.
+inline bool is_latent(const MlaAttentionParams& p) {
+  return p.C == kLatent && p.R == kRope && p.dtype == DType::bf16;
+}
+void latent_attention(const MlaAttentionParams& p, Stream stream);
+
 struct AttentionLaunch {
   MlaAttentionParams p;
   int64_t first;  // row block of blockIdx.x = 0

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 C, R = 24, 6
 
 
-def as_case(keys, q, context, rng, ancestors=None, N=1, target=0) -> Case:
+def as_case(keys, q, context, rng, ancestors=None, N=1, target=0, latent=C) -> Case:
     """The keys by position, beside a sequence of the same batch that holds something else.
 
     The row under test is node `target` of the second sequence; other slots hold random rows.
@@ -27,8 +27,8 @@ def as_case(keys, q, context, rng, ancestors=None, N=1, target=0) -> Case:
         block_table=block_table,
         context=torch.full((B,), context, dtype=torch.int32),
         ancestors=ancestors and torch.tensor([ancestors] * B),
-        latent=C,
-        scale=0.4,
+        latent=latent,
+        scale=0.4 if latent == C else 0.05,
     )
     case.q[1, target] = q
     case.cache[case.rows(1, case.slots(1, target))] = keys

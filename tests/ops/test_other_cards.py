@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_case import random_case
 
 from kdtree import ops
 
 HERE = Path(__file__).parent
-TESTS = [HERE / f"test_{name}.py" for name in ("linear", "int4_linear", "moe_experts_forms")]
+NAMES = "linear", "int4_linear", "moe_experts_forms", "mla_attention_latent"
+TESTS = [HERE / f"test_{name}.py" for name in NAMES]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
@@ -41,6 +43,9 @@ def bits() -> str:
     weights = torch.rand(T, K, generator=rng).cuda()
     y = ops.moe_experts(rand(T, D), ids, weights, up, down, up_scale, down_scale)
     sums.update(y.float().cpu().numpy().tobytes())
+    for context, N, H in (([300, 5], 12, 20), ([5000], 3, 64), ([4600], 40, 8)):
+        y = random_case(context, N, H, 512, 64, torch.bfloat16, rng).to("cuda").run()
+        sums.update(y.float().cpu().numpy().tobytes())
     return sums.hexdigest()
 
 
