@@ -58,6 +58,29 @@ def test_all_rows_to_one_expert(device, rng):
     check_rows(case, (1, 8, 9, 64, 65, 150))
 
 
+def test_every_size_of_a_group(device, rng):
+    """Groups of the forms for many rows are of up to 48 or 56, in tiles of 8."""
+    case = case_of(160, 96, 1, 1, device, rng)
+    check_rows(case, (*range(8, 73, 3), 48, 49, 57, 112, 113))
+
+
+# the last tile row of a block's, runs of one tile and of none, an odd tile in a stage
+@pytest.mark.parametrize("D, F", [(32, 1024), (96, 416), (416, 32), (1056, 224)])
+def test_places_that_are_not_full(D, F, device, rng):
+    check_rows(case_of(D, F, 3, 2, device, rng), (1, 30, 200))
+
+
+def test_scales_that_start_anywhere(device, rng):
+    case = case_of(160, 96, 5, 8, device, rng)
+    want = ops.moe_experts(*case.args())
+    for pad in (1, 4):  # by 2 and 8 bytes
+        for bank in (case.gate_up, case.down):
+            room = torch.zeros(bank.scale.numel() + pad, dtype=bank.scale.dtype, device=device)
+            room[pad:] = bank.scale.flatten()
+            bank.scale = room[pad:].view(bank.scale.shape)
+        assert torch.equal(ops.moe_experts(*case.args()), want)
+
+
 def test_rows_that_start_anywhere(device, rng):
     case = case_of(160, 96, 5, 8, device, rng)
     want = ops.moe_experts(*case.args())

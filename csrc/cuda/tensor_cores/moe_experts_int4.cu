@@ -3,7 +3,8 @@
 //   h[t, k] = silu(gate[ids[t, k]] x[t]) * (up[ids[t, k]] x[t]), rounded to bf16
 //   y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]
 //
-// Grid    few rows an expert: moe_few_hidden.cu and moe_few_down.cu; many: moe_experts_many.cu.
+// Grid    few rows an expert: moe_few_hidden.cu and moe_few_down.cu; many: moe_experts_many.cu,
+//         or on sm_90a moe_experts_sm90.cu.
 //         Then weighted_sum_kernel, a thread per two elements of y. Each kernel but the first
 //         begins before the one before has ended. Every block sorts the pairs (t, k) by expert for
 //         itself, or where they are many a kernel does so once.
@@ -12,6 +13,7 @@
 //         T = 1, K = 8, 44 us at 4.55 TB/s (an H200's read bandwidth).
 // Needs   packed weights on 16 bytes; rows and scales may start anywhere; sm_90 or later.
 #include "async.cuh"
+#include "device.cuh"
 #include "moe_experts_int4.cuh"
 #include "moe_few.cuh"
 
@@ -66,7 +68,7 @@ void moe_weighted_sum(const MoeExpertsParams& p, Stream stream) {
 
 void moe_experts_int4(const MoeExpertsParams& p, Stream stream) {
   if (moe_many_fits(p)) {
-    moe_products_many(p, stream);
+    if (!device_has_wgmma() || !moe_products_sm90(p, stream)) moe_products_many(p, stream);
   } else {
     if (!moe_sorts_itself(p)) moe_make_plan(p, stream);
     moe_hidden_few(p, stream);

@@ -26,14 +26,16 @@ inline int moe_processors() {
 
 void moe_experts_int4(const MoeExpertsParams& p, Stream stream);
 
-// Sorts many pairs into groups of few rows, once for all blocks.
-void moe_make_plan(const MoeExpertsParams& p, Stream stream);
+// Sorts many pairs into groups of up to `rows` rows, once for all blocks.
+void moe_make_plan(const MoeExpertsParams& p, Stream stream, int rows = 8);
 
 // Whether the experts have so many rows, on average, that the form for many is the faster; its rows
 // stand on 16 bytes.
 bool moe_many_fits(const MoeExpertsParams& p);
-// hidden and partial by that form.
+// hidden and partial by that form: by mma.sync, or where device_has_wgmma() by wgmma.
 void moe_products_many(const MoeExpertsParams& p, Stream stream);
+// False, and nothing done, where scales do not stand on 16 bytes.
+bool moe_products_sm90(const MoeExpertsParams& p, Stream stream);
 
 // y from partial.
 void moe_weighted_sum(const MoeExpertsParams& p, Stream stream);

@@ -43,12 +43,14 @@ union Smem {
   float4 up[kWarps / 2][kRowTiles][2][kWarp];
 };
 
-template <int kGroup>
-__global__ void __launch_bounds__(kPlanThreads)
-    plan_kernel(const __grid_constant__ MoeExpertsParams p) {
+struct PlanParams {
+  MoeExpertsParams p;
+  int rows;  // of a group, at most
+};
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
   __shared__ int first[kMoeExperts];
   __shared__ int2 sums[kPlanThreads / kWarp];
-  make_plan<kPlanThreads>(p, kGroup, first, sums);
+  make_plan<kPlanThreads>(p.p, p.rows, first, sums);
 }
 
 __device__ float silu(float x) { return x / (1 + expf(-x)); }
@@ -241,13 +243,13 @@ bool moe_many_fits(const MoeExpertsParams& p) {
   return int64_t{p.T} * p.K >= int64_t{p.E} * kRows && aligned<bf16>(p.x, p.x_stride);
 }
 
-void moe_make_plan(const MoeExpertsParams& p, Stream stream) {
-  launch(plan_kernel<kRows>, {1, kPlanThreads}, stream, p);
+void moe_make_plan(const MoeExpertsParams& p, Stream stream, int rows) {
+  launch(plan_kernel, {1, kPlanThreads}, stream, PlanParams{p, rows});
 }
 
 void moe_products_many(const MoeExpertsParams& p, Stream stream) {
   const auto blocks = static_cast<unsigned>(moe_processors());
-  launch(plan_kernel<kBlockRows>, {1, kPlanThreads}, stream, p);
+  moe_make_plan(p, stream, kBlockRows);
   launch(many_kernel<true>, {blocks, kThreads, smem_up_to<sizeof(Smem)>()}, stream, p);
   launch(many_kernel<false>, {blocks, kThreads, smem_up_to<sizeof(Smem)>(), 1, true}, stream, p);
 }

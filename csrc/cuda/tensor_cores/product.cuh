@@ -7,10 +7,9 @@
 // how many each takes depends on the shape and on the rows, and changes no bit.
 #pragma once
 
-#include <cstdlib>
-
 #include "../mma.cuh"
 #include "cluster.cuh"
+#include "device.cuh"
 
 namespace kdtree::cuda {
 
@@ -44,21 +43,6 @@ struct Product {
   int run, runs;  // inputs of a run; runs of a block
   int n_tiles;    // blocks of rows
 };
-
-// Of the current device: an attribute.
-inline int device_has(cudaDeviceAttr attribute) {
-  int device, value;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-inline int processors() { return device_has(cudaDevAttrMultiProcessorCount); }
-// Whether products of many rows are by wgmma here. KDTREE_MMA_SYNC=1: no, as on other cards.
-inline bool device_has_wgmma() {
-  static const char* forced = std::getenv("KDTREE_MMA_SYNC");
-  if (forced && forced[0] == '1') return false;
-  return device_has(cudaDevAttrComputeCapabilityMajor) == 9;
-}
 
 // Divides a product into tiles of kBM x kBN and a tile into the blocks of a cluster: a power of two,
 // at most the runs and so many that no block takes more than it can.
