@@ -14,7 +14,6 @@ from kdtree import ops
 
 HERE = Path(__file__).parent
 NAMES = "linear", "int4_linear", "moe_experts_forms", "mla_attention_latent"
-TESTS = [HERE / f"test_{name}.py" for name in NAMES]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
@@ -62,6 +61,7 @@ def test_bits_are_those_of_other_cards():
     assert elsewhere("-c", "import test_other_cards as t; print(t.bits())").strip() == bits()
 
 
-def test_right_on_other_cards():
-    plugins = "-pno:cacheprovider", "-pno:xdist"
-    elsewhere("-m", "pytest", *plugins, "-k", "cuda", "-m", "not large", *map(str, TESTS))
+@pytest.mark.parametrize("name", NAMES)
+def test_right_on_other_cards(name):
+    plugins, path = ("-pno:cacheprovider", "-pno:xdist"), str(HERE / f"test_{name}.py")
+    elsewhere("-m", "pytest", *plugins, "-k", "cuda", "-m", "not large", path)
