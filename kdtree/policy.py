@@ -14,9 +14,10 @@ from kdtree.costs import Costs
 RECENT = 16  # drafts that the mean gain is over
 EARLIER = 4  # of them, those before a pause count as
 ELSEWHERE = 1  # and those of other texts
-FIRST, TRIAL = 3, 2  # drafts in any case, at first and after a pause: the first one is not timed
+FIRST, AGAIN = 3, 1  # drafts in any case, at first and in another text
+TRIAL = 2  # and after a pause: the first one is not timed
 RISK = 0.007  # of the time without drafts, to be lost by trying again
-SURE = (0.4, 0.6, 0.8)  # mean probabilities of the latest tokens by which gains are kept apart
+SURE = (0.5, 0.8)  # mean probabilities of the latest tokens by which gains are kept apart
 LATEST = 8  # tokens that it is over
 TIMED = 5  # rounds of a run, at most, whose median time counts
 DUE = 128  # rounds with a draft, after which some without are timed again
@@ -70,6 +71,7 @@ class Policy:
         """A text begins."""
         for record in self._records:
             record.drafts = min(record.drafts, ELSEWHERE)
+            record.trials = max(record.trials, AGAIN)
         self._tokens = min(self._tokens, 1.0)
 
     def see(self, logprob: list[list[float]], path: list[list[int]]) -> None:
