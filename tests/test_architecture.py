@@ -96,7 +96,7 @@ def test_kernel_fits_every_card(path, tmp_path):
     binary = tmp_path / "kernel.o"
     flags = " ".join(f"-gencode=arch=compute_{a},code=sm_{a}" for a in ("90a", "120f"))
     report = run(
-        f"nvcc -std=c++20 -O3 --fmad=false {flags} -Xptxas=-v -c {path} -o {binary}"
+        f"nvcc --threads 2 -std=c++20 -O3 --fmad=false {flags} -Xptxas=-v -c {path} -o {binary}"
     ).stderr
     assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
     static = max(map(int, re.findall(r"(\d+) bytes smem", report)), default=0)
