@@ -69,7 +69,7 @@ class Clock(Simulation):
         return self
 
 
-@pytest.mark.parametrize("cheap", [0.8, 1.0, 1.25])
+@pytest.mark.parametrize("cheap", [0.75, 1.0, 1.4])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("skill", SKILLS)
 def test_finds_out_what_rounds_take(skill, table, cheap, monkeypatch):
