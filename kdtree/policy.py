@@ -4,7 +4,7 @@ import statistics
 from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
-from math import exp
+from math import exp, isnan
 
 import numpy as np
 
@@ -78,7 +78,9 @@ class Policy:
         """The tokens of a round, by the model's log-probabilities. path: [B][J], the nodes walked,
         then -1"""
         walked = [zip(*each, strict=True) for each in zip(logprob, path, strict=True)]
-        chances = [exp(min(x, 0.0)) for row in walked for x, node in row if node >= 0 and x == x]
+        chances = [
+            exp(min(x, 0.0)) for row in walked for x, node in row if node >= 0 and not isnan(x)
+        ]
         if chances:
             each = len(chances) / len(path)
             self._tokens = min(self._tokens + each, LATEST)

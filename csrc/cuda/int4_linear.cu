@@ -1,4 +1,5 @@
-// Product with INT4 weights.
+// Product with INT4 weights of float32 rows. Of bf16 rows: tensor_cores/int4_linear_mma.cu and
+// int4_linear_sm90.cu.
 //
 //   y[t, o] = sum_i x[t, i] * (code[o, i] - 8) * scale[o, i / 32]
 //
@@ -6,9 +7,8 @@
 //         neighbours share weights in L2; warp w takes the tiles w, w + kWarps, ... of a tile row.
 // Smem    R rows of the tiles in flight, as floats, per warp; then the warps' sums, added in order.
 // Reads   weights once per row block (from HBM once), x once per tile row (from L2).
-// Floor   O * I * (1/2 + 1/16) bytes of HBM with bf16 scales: 16.5 MB at O = 4096, I = 7168, 3.4 us
-//         at 4.8 TB/s (H200). On CUDA cores, R rows cost 36 R fma a lane and tile: bound by these
-//         from R = 2 on.
+// Floor   O * I * (1/2 + 1/8) bytes of HBM: 18.4 MB at O = 4096, I = 7168, 4.3 us at 4.3 TB/s
+//         (H200). On CUDA cores, R rows cost 36 R fma a lane and tile: bound by these from R = 2 on.
 // Needs   w on 16 bytes.
 #include "int4.cuh"
 #include "tensor_cores/int4_product.cuh"

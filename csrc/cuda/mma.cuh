@@ -37,6 +37,16 @@ __device__ inline void int4_fragment(uint32_t word, uint32_t (&a)[4]) {
   }
 }
 
+// 16 bytes of shared memory.
+__device__ inline uint4 load_shared(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
 // 16 bytes to shared memory, past the first-level cache; zeros where not `valid`.
 __device__ inline void copy_async(void* to, const void* from, bool valid = true) {
   const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(to));

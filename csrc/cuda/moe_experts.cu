@@ -1,4 +1,4 @@
-// Routed experts.
+// Routed experts, but for INT4 and bf16 rows: tensor_cores/moe_experts_int4.cu.
 //
 //   h[t, k] = silu(gate[ids[t, k]] x[t]) * (up[ids[t, k]] x[t]), rounded to dtype
 //   y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]
@@ -12,8 +12,8 @@
 //         weight rows at a time by block_dot (in the hidden kernel two of the gate and two of up).
 // Smem    the pairs of the expert among kMoeIds ids; INT4: the rows in flight and the warps' sums.
 // Reads   a touched expert's weights once per group of its rows (from HBM once), rows from L2.
-// Floor   the touched experts' weights: 24.8 MB each for Kimi K2 INT4 (D = 7168, F = 2048), so
-//         198 MB at T = 1, K = 8, 41 us at 4.8 TB/s (H200).
+// Floor   the touched experts' weights: 88 MB each for Kimi K2's dimensions in bf16 (D = 7168,
+//         F = 2048), so 705 MB at T = 1, K = 8, 164 us at 4.3 TB/s (H200).
 // Needs   packed weights on 16 bytes; T * K an int.
 #include "dot.cuh"
 #include "int4.cuh"

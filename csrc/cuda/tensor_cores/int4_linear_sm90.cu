@@ -75,7 +75,7 @@ struct Int4Step {
     uint32_t scale[2] = {}, next_scale[2];
 #pragma unroll
     for (int n = 0; n < Tile::kTiles; ++n) {
-      const uint4 tile = load_words(words + n * kTileBytes);
+      const uint4 tile = load_shared(words + n * kTileBytes);
       load_transposed(scales + n * kTileScales, next_scale);
       const uint64_t b = wgmma_operand(rows + n / kBoxTiles * Tile::kBN * kBoxLine +
                                        n % kBoxTiles * kInt4Tile * 2);

@@ -8,16 +8,6 @@ namespace kdtree::cuda {
 void int4_linear_mma(const Product&, Stream);   // bf16 rows and scales; any GPU, any alignment
 bool int4_linear_sm90(const Product&, Stream);  // sm_90a and vectors; false: done nothing
 
-// A lane's 16 bytes of a tile.
-__device__ inline uint4 load_words(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
-  return v;
-}
-
 // Of each of two tiles' scales, kTileScales bytes apart, two matrices, whose rows are in turn the scales
 // of 8 outputs and of the next 8: transposed, a lane has both of its outputs'. Where its row stands.
 template <int kTileScales>

@@ -14,14 +14,6 @@ namespace kdtree::cuda {
 
 constexpr int kRows = 8;  // of a B fragment
 
-__device__ inline uint4 load_shared(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
-  return v;
-}
 // Loads that begin where they are written, not where their value is wanted.
 __device__ inline uint32_t load_now(const uint32_t* from) {
   uint32_t v;
