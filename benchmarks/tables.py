@@ -35,7 +35,7 @@ def engine() -> str:
     rows = {side: found["rows"] for side, found in results.items()}
     machines = "".join(f"{side}: {_machine(found)}.\n" for side, found in results.items())
     tables = decode_table(rows), launches_table(rows["H200"]), forward_table(rows), machines
-    return "\n".join(tables)
+    return "\n".join(filter(None, tables))
 
 
 def ops() -> str:
@@ -65,7 +65,7 @@ def decode_table(rows: dict[str, list[dict]]) -> str:
 
 def launches_table(rows: list[dict]) -> str:
     """A line a temperature and run that was launched both ways: what of a gain is fewer forwards,
-    and what is less time a round."""
+    and what is less time a round. Nothing where none was."""
     each = "ms a round", "ms between rounds", "tokens/s"
     titles = (f"{title}, {how}" for title in each for how in ("op by op", "graph"))
     lines = [["T", "drafter", "accepted", *titles]]
@@ -77,7 +77,7 @@ def launches_table(rows: list[dict]) -> str:
         cells += [f"{each['between_ms']:.3f}" for each in pair]
         cells += [f"{each['tokens_per_s']:.0f}" for each in pair]
         lines.append([f"{case[0]:g}", _name(*case[1:]), *cells])
-    return _table(lines)
+    return _table(lines) if eager else ""
 
 
 def forward_table(rows: dict[str, list[dict]]) -> str:

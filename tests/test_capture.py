@@ -55,11 +55,12 @@ def assert_left_alike(a: Engine, b: Engine) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, rounds", [("none", 1000), ("ngram", 1000), ("dflash", 1000), ("dflash2", 100)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rounds", [1000])
 def test_a_thousand_rounds(kind, dtype, batch, temperature, rounds):
     """Call by call the same, and what the sequences left is the same."""
     eager, graphed = engines(kind, dtype, batch, 7)
@@ -82,7 +83,7 @@ def test_a_thousand_rounds(kind, dtype, batch, temperature, rounds):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_budgets_that_are_chosen_each_round(kind, batch):
     eager, graphed = engines(kind, "float32", batch, COSTS)
-    for number in range(12):
+    for number in range(5):
         prompts, params = call(number, 0.7 * (number % 2))
         want, got = eager.generate(prompts, params), graphed.generate(prompts, params)
         assert outcome(got) == outcome(want)
