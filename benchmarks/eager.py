@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -84,6 +85,20 @@ def mla_attention(
     scores = (q[0] @ keys.T).float() * scale
     weights = scores.masked_fill_(~mask[:, None], float("-inf")).softmax(-1).to(q.dtype)
     return (weights @ keys[:, :latent]).view(1, N, H, latent)
+
+
+def mla_prefill(
+    q: Tensor, k: Tensor, v: Tensor, k_rope: Tensor, rope: Tensor, scale: float
+) -> Tensor:
+    """Torch's own attention, keys put together and values padded as its form wants them."""
+    (N, _, _), (H, keys, P) = q.shape, k.shape
+    position = torch.arange(keys - N, keys, device=q.device)
+    query = torch.cat([q[..., :P], rotate(q[..., P:], rope, position)], -1).transpose(0, 1)
+    key = torch.cat([k, k_rope.expand(H, *k_rope.shape)], -1)
+    mask = causal_lower_right(N, keys)
+    return F.scaled_dot_product_attention(
+        query[None], key[None], v[None], attn_mask=mask, scale=scale
+    )[0].transpose(0, 1)
 
 
 def block_embed(token: Tensor, length: Tensor, table: Tensor, mask: Tensor, slots: int) -> Tensor:

@@ -23,6 +23,8 @@ class Step:
     slot: [B, N] int32, page * 64 + offset of each node's cache row; -1 at padding
     ancestors: [B, N] int64, or None for a chain
     block_table: [B, max_pages] int32; context: [B] int32
+    start: where a chunk of one prompt begins, its context on the host; None in decoding. It is what
+        lets a layer attend in another form, never the number of rows.
     """
 
     token: Tensor
@@ -31,6 +33,7 @@ class Step:
     ancestors: Tensor | None
     block_table: Tensor
     context: Tensor
+    start: int | None = None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -86,8 +89,8 @@ class KvCache:
         view.context = self.context[b : b + 1]
         return view
 
-    def place(self, tree: TokenTree) -> Step:
-        """Positions and slots of a tree's nodes, after the committed context."""
+    def place(self, tree: TokenTree, start: int | None = None) -> Step:
+        """Positions and slots of a tree's nodes, after the committed context. start: as in Step"""
         node = torch.arange(tree.token.shape[1], dtype=torch.int32, device=tree.token.device)
         position = self.context[:, None] + tree.depth
         index = self.context[:, None] + node
@@ -98,7 +101,8 @@ class KvCache:
             padding = tree.ancestors == 0
             position = position.masked_fill(padding, -1)
             slot = slot.masked_fill(padding, -1)
-        return Step(tree.token, position, slot, tree.ancestors, self.block_table, self.context)
+        where = self.block_table, self.context, start
+        return Step(tree.token, position, slot, tree.ancestors, *where)
 
     def commit(self, path: Path) -> None:
         """Keeps the rows of the accepted paths, moved to their final slots."""

@@ -34,7 +34,8 @@ from kdtree.tree import MAX_DEPTH, TokenTree
 from kdtree.verify import verify
 from kdtree.weights import Progress
 
-PREFILL = 256  # rows of a prompt's chunk; chunks end at multiples of it
+# Rows of a prompt's chunk, by device; chunks end at multiples of it.
+PREFILL = {"cpu": 256, "cuda": 2048}
 
 
 class Engine:
@@ -252,8 +253,10 @@ class Engine:
         cache = self.cache.sequence(b)
         cache.context.zero_()
         known = self.state.token[b : b + 1, : len(request.prompt) - 1]
-        for chunk in known.split(PREFILL, 1) if known.shape[1] else ():
-            step = cache.place(TokenTree.chain(chunk))
+        rows = PREFILL[self.device.type]
+        for start in range(0, known.shape[1], rows):
+            chunk = known[:, start : start + rows]
+            step = cache.place(TokenTree.chain(chunk), start)
             _, taps = self.model(step, cache, self.drafter.taps)
             cache.extend(chunk.shape[1])
             self.drafter.prefill(b, taps)
