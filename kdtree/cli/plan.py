@@ -16,11 +16,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kdtree.checks import shown, whole
+from kdtree.checks import whole
 from kdtree.cli import options, units
 from kdtree.plan import Machine, Plan, Source, formulas, make_plan, read
 from kdtree.plan.tensors import PARTS
-from kdtree.tree import MAX_NODES
 
 CONTEXT = 8192  # tokens that floors are for, where the caller names none
 BANDWIDTH = units.show(formulas.BANDWIDTH, "B/s")
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         bandwidth=units.parse("bandwidth", arguments.bandwidth, "B/s", "4.42TB/s"),
         peak=units.parse("peak", arguments.peak, "FLOP/s", "690TFLOP/s"),
     )
-    nodes = _nodes(arguments.nodes)
+    nodes = options.nodes(arguments.nodes)
     source = read(arguments.model)
     context = arguments.context
     if context is None:
@@ -75,14 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(arguments.model, source, made)
     return 0
-
-
-def _nodes(text: str) -> list[int]:
-    allowed = {str(nodes): nodes for nodes in range(1, MAX_NODES + 1)}
-    words = {word.strip() for word in text.split(",")}
-    if not words <= allowed.keys():
-        raise ValueError(f"nodes is {shown(text)}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
-    return sorted(allowed[word] for word in words)
 
 
 def _skipped(source: Source) -> dict[str, int]:
