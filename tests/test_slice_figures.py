@@ -95,7 +95,7 @@ def test_a_part_is_the_difference_of_two_forwards(monkeypatch):
             kernels["experts"] = (1.0 * experts, 200.0 * experts)
         if head:
             kernels["head"] = (1, 45.0)
-        return Times(us, Trace(4 + 10 * layers + 200 * experts + 45 * head, kernels))
+        return Times(us, Trace(1.25 * us, 4 + 10 * layers + 200 * experts + 45 * head, kernels))
 
     monkeypatch.setattr(timing, "measure", measured)
     found = parts.row(slice_, 4, PEAKS)
@@ -103,7 +103,9 @@ def test_a_part_is_the_difference_of_two_forwards(monkeypatch):
     assert found["forward_us"] == 755
     assert [p["us"] for p in found["parts"]] == [5, 100, 300, 50]
     assert [p["launches"] for p in found["parts"]] == [2, 2, 3, 1]
-    assert [p["gaps"] for p in found["parts"]] == pytest.approx([1 / 5, 0.9, 0.3, 0.1])
+    assert [p["gaps"] for p in found["parts"]] == pytest.approx(
+        [1 - 4 / 6.25, 1 - 10 / 125, 1 - 210 / 375, 1 - 45 / 62.5]
+    )
     assert [k["name"] for k in experts["kernels"]] == ["experts", "norm"]
     assert experts["kernels"][0] == {"name": "experts", "launches": 1, "us": 200}
     assert dense["kernels"] == [{"name": "norm", "launches": 2, "us": 10}]
@@ -124,12 +126,12 @@ def test_time_is_covered_once():
 
 
 def test_traces_subtract():
-    more = Trace(10, {"a": (4, 6.0), "b": (1, 2.0), "c": (2, 1.0)})
-    less = Trace(4, {"a": (2, 3.0), "c": (2, 0.5), "d": (1, 1.0)})
+    more = Trace(12, 10, {"a": (4, 6.0), "b": (1, 2.0), "c": (2, 1.0)})
+    less = Trace(5, 4, {"a": (2, 3.0), "c": (2, 0.5), "d": (1, 1.0)})
     left = more.less(less)
-    assert left == Trace(6, {"a": (2, 3.0), "b": (1, 2.0), "d": (-1, -1.0)})
+    assert left == Trace(7, 6, {"a": (2, 3.0), "b": (1, 2.0), "d": (-1, -1.0)})
     assert left.launches == 2
-    assert more.over(2) == Trace(5, {"a": (2, 3.0), "b": (0.5, 1.0), "c": (1, 0.5)})
+    assert more.over(2) == Trace(6, 5, {"a": (2, 3.0), "b": (0.5, 1.0), "c": (1, 0.5)})
 
 
 @pytest.mark.parametrize(

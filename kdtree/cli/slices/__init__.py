@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     with torch.no_grad():
         made = build(config, weights, context, device, dtype)
-        peaks = machine.peaks(device)
         built_s = time.perf_counter() - began
+        peaks = machine.peaks(device)
         rows = [row(made, each, peaks) for each in nodes]
     facts = machine.header(device, peaks) | {
         "shape": arguments.shape,

@@ -31,16 +31,16 @@ class Slice:
     context: int
 
     def trees(self, nodes: int) -> list[TokenTree]:
-        """A random tree of N nodes for each sequence."""
+        """A random tree of N nodes for each sequence, every node with a token of its own."""
         device, vocab = self.cache.data.device, self.model.config.vocab
         random = torch.Generator(device).manual_seed(SEED)
-        each = (SETS, MAX_DEPTH, min(WIDEST, vocab))
-        score = torch.empty(each, device=device).normal_(generator=random).log_softmax(2)
-        token = torch.randint(vocab, each, device=device, generator=random)
-        root = torch.randint(vocab, each[:1], device=device, generator=random)
-        best = score.sort(2, descending=True).values
-        made = TokenTree.build(best, token, root, nodes - 1, False)
-        return [_row(made, b) for b in range(SETS)]
+        score = torch.empty(SETS, MAX_DEPTH, WIDEST, device=device).normal_(generator=random)
+        score = score.log_softmax(2).sort(2, descending=True).values
+        none = torch.zeros_like(score, dtype=torch.int64)
+        tree = TokenTree.build(score, none, none.new_zeros(SETS), nodes - 1, False)
+        token = torch.randint(vocab, tree.token.shape, device=device, generator=random)
+        parts = token, tree.parent, tree.depth, tree.ancestors
+        return [TokenTree(*(x[b : b + 1].contiguous() for x in parts)) for b in range(SETS)]
 
     def forward(self, tree: TokenTree, b: int, head: bool = True) -> Tensor:
         """Of sequence b, as a round runs it: placed, through the layers, and the head if wanted."""
@@ -121,9 +121,6 @@ def build(
     cache = KvCache(config.layers, width, SETS, context + 1, device=device, dtype=dtype)
     cache.data.normal_(generator=torch.Generator(device).manual_seed(SEED))
     cache.context.fill_(context)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # so that what comes next is timed apart
     return Slice(made, cache, context)
-
-
-def _row(tree: TokenTree, b: int) -> TokenTree:
-    parts = tree.token, tree.parent, tree.depth, tree.ancestors
-    return TokenTree(*(x[b : b + 1].contiguous() for x in parts))

@@ -23,9 +23,9 @@ DENSE, EXPERTS, HEAD, REST = "dense layer", "MoE layer", "head", "rest"
 class Part:
     """One layer of a kind, the mean over those that there are; the head; or the rest.
 
-    floor_us: None for the rest; launches, gaps, kernels: None where the device cannot be traced
-    gaps: share of the time in which nothing ran
-    kernels: (name, launches, us), the longest first
+    floor_us, bytes: None for the rest
+    launches, traced_us, gaps, kernels: by a trace, None where the device cannot be traced; gaps is
+        the share of traced_us in which nothing ran; kernels are (name, launches, us)
     """
 
     name: str
@@ -33,6 +33,7 @@ class Part:
     floor_us: float | None
     bytes: float | None
     launches: float | None
+    traced_us: float | None
     gaps: float | None
     kernels: list[tuple[str, float, float]] | None
 
@@ -102,7 +103,8 @@ def _part(
         floor_us=work and 1e6 * work.seconds / count,
         bytes=work and work.bytes / count,
         launches=trace and trace.launches,
-        gaps=trace and 1 - trace.busy_us / us,
+        gaps=trace and 1 - trace.busy_us / trace.us,
+        traced_us=trace and trace.us,
         kernels=trace and _sorted(trace),
     )
 

@@ -15,11 +15,12 @@ SECONDS = 0.25  # for the samples of one thing, but for LEAST
 
 @dataclass(frozen=True)
 class Trace:
-    """What the device did: us while anything ran; launches and us by the names of kernels.
+    """What the device did: us from its first launch to the end, and of these us while anything ran.
 
-    Copies and fills count as kernels.
+    kernels: launches and us, by name; copies and fills count as kernels
     """
 
+    us: float = 0.0
     busy_us: float = 0.0
     kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -35,11 +36,11 @@ class Trace:
         }
         left |= {n: (-c, -us) for n, (c, us) in other.kernels.items() if n not in self.kernels}
         kept = {name: found for name, found in left.items() if found[0]}
-        return Trace(self.busy_us - other.busy_us, kept)
+        return Trace(self.us - other.us, self.busy_us - other.busy_us, kept)
 
     def over(self, count: float) -> "Trace":
         shares = {name: (n / count, us / count) for name, (n, us) in self.kernels.items()}
-        return Trace(self.busy_us / count, shares)
+        return Trace(self.us / count, self.busy_us / count, shares)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace | None:
         name, us = short(e.name), e.time_range.elapsed_us()
         found = kernels.get(name, (0, 0.0))
         kernels[name] = found[0] + 1, found[1] + us
-    return Trace(covered((e.time_range.start, e.time_range.end) for e in events), kernels)
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    return Trace(max(end for _, end in spans) - spans[0][0], covered(spans), kernels)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
