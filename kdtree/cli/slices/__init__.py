@@ -11,6 +11,7 @@ from kdtree.cli.slices.model import WEIGHTS, build, cut
 from kdtree.cli.slices.parts import row
 from kdtree.cli.slices.report import show
 from kdtree.config.shapes import SHAPES, shape
+from kdtree.plan.slice import identity
 
 LAYERS, CONTEXT, NODES = 5, 4096, "1,4,8,16,32,64"
 # Options that say how a whole model decodes, or which one.
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [row(made, each, peaks) for each in nodes]
     facts = machine.header(device, peaks) | {
         "shape": arguments.shape,
+        "identity": identity(config),
         "layers": layers,
         "dense_layers": config.moe.first_layer if config.moe else layers,
         "weights": weights,

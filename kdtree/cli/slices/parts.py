@@ -15,8 +15,7 @@ from kdtree.cli.slices import floors, timing
 from kdtree.cli.slices.model import Slice
 from kdtree.cli.slices.timing import Times, Trace
 from kdtree.plan import formulas
-
-DENSE, EXPERTS, HEAD, REST = "dense layer", "MoE layer", "head", "rest"
+from kdtree.plan.slice import DENSE, EXPERTS, HEAD, REST
 
 
 @dataclass(frozen=True)

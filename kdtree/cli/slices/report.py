@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kdtree.cli import units
-from kdtree.cli.slices.parts import DENSE, EXPERTS, HEAD, REST
+from kdtree.plan.slice import DENSE, EXPERTS, HEAD, REST
 
 KERNELS = 24  # of a part that are printed; the JSON has all
 UNTRACED = "launches, gaps and kernels: not measured, torch's profiler sees no device here"
