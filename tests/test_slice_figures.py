@@ -120,9 +120,11 @@ def test_a_part_is_the_difference_of_two_forwards(monkeypatch):
     assert head["floor_us"] == pytest.approx(512 * 64 * 4 / 1e3)
 
 
-def test_time_is_covered_once():
-    assert timing.covered([]) == 0
-    assert timing.covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+def test_time_is_counted_once():
+    """A kernel that begins early is counted from the end of those before it."""
+    spans = [(10, 12, "a"), (11, 15, "b"), (11, 14, "c"), (17, 18, "a"), (18, 19, "b")]
+    want = {"a": (2, 3), "b": (2, 4), "c": (1, 0)}
+    assert timing.trace_of(spans) == Trace(9, 7, want)
 
 
 def test_traces_subtract():

@@ -9,7 +9,7 @@ import torch
 from says import says
 from slice_case import TINY, made
 
-from kdtree import CapacityError, ConfigError, cache, cli
+from kdtree import CapacityError, ConfigError, cache, cli, ops
 from kdtree.cli import machine, slices
 from kdtree.cli.slices import model
 from kdtree.config import from_hf, load
@@ -123,6 +123,13 @@ def test_random_weights_are_the_seed_s(device):
     assert (counts > 0.7 * counts.sum() / 16).all()  # the top bit of a word as often as any
     assert all(map(torch.equal, bank(3), (codes, scale)))
     assert not torch.equal(bank(4)[0], codes)
+
+
+def test_int4_codes_have_no_mean_that_adds_up(device):
+    """It would make all rows alike, and routing with them, within a few layers of full size."""
+    made = RandomWeights(device, torch.float32, "int4", 1).take_int4_bank("a", 256, 4096)
+    sums = ops.int4_linear(torch.ones(1, 4096, device=device), *(x[0] for x in made))
+    assert abs(sums.mean()) < 0.5 and 0.8 < sums.std() < 1.3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ class RandomWeights:
 
     Matrices have deviation I^-0.5, so that a product keeps the size of its input; embeddings have
     deviation 1, so that rows differ from each other and choose different experts. The codes of INT4
-    matrices are uniform and drawn on the device, which takes no longer than writing them.
+    matrices are uniform words, drawn on the device; their mean is -1/2, and scales of either sign
+    keep that from adding up to what all rows have in common.
     device: "meta" to learn what the model takes without memory; quantize: "int4" for routed experts
     """
 
@@ -51,16 +52,15 @@ class RandomWeights:
     def take_int4_bank(
         self, names: Sequence[str], out: int, features: int
     ) -> tuple[Tensor, Tensor]:
-        """As Weights.take_int4_bank; scales within a factor of 2 of their middle."""
+        """As Weights.take_int4_bank, but that scales have either sign."""
         if out % GROUP or features % GROUP:
             raise ValueError(f"experts are {out} x {features}, INT4 wants multiples of {GROUP}")
         tiles = (len(names), out // GROUP, features // GROUP)
         codes = torch.empty((*tiles, 128), device=self.device, dtype=torch.int32)
         scale = torch.empty((*tiles, GROUP), device=self.device, dtype=self.dtype)
-        middle = features**-0.5 / CODE
         if self.random:
             codes.random_(-(2**31), 2**31, generator=self.random)
-            scale.uniform_(0.5 * middle, 1.5 * middle, generator=self.random)
+            scale.normal_(0, features**-0.5 / CODE, generator=self.random)
         return codes, scale
 
     def _normal(self, shape: tuple[int, ...], deviation: float, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = cut(shape(arguments.shape), layers)
     if arguments.json is not None:
         arguments.json.touch()  # so that a file that cannot be written fails now, not at the end
+    torch.zeros(1, device=device)  # starts CUDA, which is not the slice's to answer for
     began = time.perf_counter()
     with torch.no_grad():
         made = build(config, weights, context, device, dtype)

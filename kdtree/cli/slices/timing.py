@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ SECONDS = 0.25  # for the samples of one thing, but for LEAST
 class Trace:
     """What the device did: us from its first launch to the end, and of these us while anything ran.
 
-    kernels: launches and us, by name; copies and fills count as kernels
+    kernels: launches and us, by name, which add up to busy_us; copies and fills count as kernels
     """
 
     us: float = 0.0
@@ -99,22 +99,24 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace | None:
     events = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
     if not events:
         return None
-    kernels = {}
-    for e in events:
-        name, us = short(e.name), e.time_range.elapsed_us()
-        found = kernels.get(name, (0, 0.0))
-        kernels[name] = found[0] + 1, found[1] + us
-    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
-    return Trace(max(end for _, end in spans) - spans[0][0], covered(spans), kernels)
+    spans = [(e.time_range.start, e.time_range.end, short(e.name)) for e in events]
+    return trace_of(sorted(spans))
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of spans, which may overlap."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(end - max(begin, until), 0.0)
+def trace_of(spans: list[tuple[float, float, str]]) -> Trace:
+    """Of launches in order: begin and end in us, and name.
+
+    Where one begins before those before it have ended, as kernels may that wait for what they need,
+    its time is what it adds to theirs.
+    """
+    kernels, busy, until = {}, 0.0, float("-inf")
+    for begin, end, name in spans:
+        added = max(end - max(begin, until), 0.0)
         until = max(until, end)
-    return total
+        busy += added
+        count, us = kernels.get(name, (0, 0.0))
+        kernels[name] = count + 1, us + added
+    return Trace(until - spans[0][0], busy, kernels)
 
 
 def short(name: str) -> str:
