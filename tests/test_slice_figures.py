@@ -98,9 +98,10 @@ def test_a_part_is_the_difference_of_two_forwards(monkeypatch):
         return Times(us, Trace(1.25 * us, 4 + 10 * layers + 200 * experts + 45 * head, kernels))
 
     monkeypatch.setattr(timing, "measure", measured)
+    monkeypatch.setattr(model.Slice, "experts", lambda self, trees: [3.0, 6.0])
     found = parts.row(slice_, 4, PEAKS)
     rest, dense, experts, head = found["parts"]
-    assert found["forward_us"] == 755
+    assert found["forward_us"] == 755 and found["experts"] == 4.5
     assert [p["us"] for p in found["parts"]] == [5, 100, 300, 50]
     assert [p["launches"] for p in found["parts"]] == [2, 2, 3, 1]
     assert [p["gaps"] for p in found["parts"]] == pytest.approx(
@@ -110,9 +111,7 @@ def test_a_part_is_the_difference_of_two_forwards(monkeypatch):
     assert experts["kernels"][0] == {"name": "experts", "launches": 1, "us": 200}
     assert dense["kernels"] == [{"name": "norm", "launches": 2, "us": 10}]
     assert rest["floor_us"] is None and rest["ratio"] is None
-    work = [
-        floors.layer(slice_, i, 4, x, PEAKS) for i, x in enumerate([0, *found["experts_by_layer"]])
-    ]
+    work = [floors.layer(slice_, i, 4, x, PEAKS) for i, x in enumerate([0.0, 3.0, 6.0])]
     assert dense["floor_us"] == pytest.approx(1e6 * work[0].seconds)
     assert experts["floor_us"] == pytest.approx(1e6 * (work[1].seconds + work[2].seconds) / 2)
     assert experts["ratio"] == pytest.approx(300 / experts["floor_us"])
