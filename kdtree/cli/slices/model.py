@@ -42,10 +42,16 @@ class Slice:
         parts = token, tree.parent, tree.depth, tree.ancestors
         return [TokenTree(*(x[b : b + 1].contiguous() for x in parts)) for b in range(SETS)]
 
-    def forward(self, tree: TokenTree, b: int, head: bool = True) -> Tensor:
-        """Of sequence b, as a round runs it: placed, through the layers, and the head if wanted."""
+    def forward(
+        self, tree: TokenTree, b: int, *, layers: int | None = None, head: bool = True
+    ) -> Tensor:
+        """Of sequence b, as a round runs it: placed, through the layers, and the head.
+
+        layers: the first of them, all by default; head: logits are wanted
+        """
         cache = self.cache.sequence(b)
-        hidden, _ = self.model(cache.place(tree), cache)
+        with self.first(len(self.model.layers) if layers is None else layers):
+            hidden, _ = self.model(cache.place(tree), cache)
         return self.model.logits(hidden) if head else hidden
 
     @contextmanager
@@ -121,6 +127,4 @@ def build(
     cache = KvCache(config.layers, width, SETS, context + 1, device=device, dtype=dtype)
     cache.data.normal_(generator=torch.Generator(device).manual_seed(SEED))
     cache.context.fill_(context)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # so that what comes next is timed apart
     return Slice(made, cache, context)

@@ -50,46 +50,46 @@ class Part:
 
 def row(made: Slice, nodes: int, peaks: Peaks) -> dict[str, Any]:
     """All figures of trees of N nodes."""
-    device, config, trees = made.cache.data.device, made.model.config, made.trees(nodes)
-    dense, layers = config.moe.first_layer if config.moe else config.layers, config.layers
+    trees, moe = made.trees(nodes), made.model.config.moe
     runs = [partial(made.forward, tree, b) for b, tree in enumerate(trees)]
-    eager = timing.eager_us(runs, device)
+    eager = timing.eager_us(runs, made.cache.data.device)
     read = made.experts(trees)
-
-    def timed(layers: int, head: bool = False) -> Times:
-        with made.first(layers):
-            return timing.measure([partial(run, head=head) for run in runs], device)
-
-    none = timed(0)
-    some = timed(dense) if dense else none
-    most = timed(layers) if layers > dense else some
-    all_ = timed(layers, head=True)
-    works = [floors.layer(made, i, nodes, x, peaks) for i, x in enumerate([0.0] * dense + read)]
-    head = floors.matrices(made.model.lm_head.parameters(), nodes, peaks)
-    parts = [
-        _part(REST, none, None, [], 1),
-        *([_part(DENSE, some, none, works[:dense], dense)] if dense else []),
-        *([_part(EXPERTS, most, some, works[dense:], layers - dense)] if layers > dense else []),
-        _part(HEAD, all_, most, [head], 1),
-    ]
-    moe = config.moe
+    uniform = formulas.distinct_experts(moe.experts, moe.experts_per_token, nodes) if moe else None
+    whole, parts = _parts(made, nodes, runs, read, peaks)
     return {
         "nodes": nodes,
         "experts": sum(read) / len(read) if read else None,
         "experts_by_layer": read,
-        "experts_if_uniform": (
-            formulas.distinct_experts(moe.experts, moe.experts_per_token, nodes) if moe else None
-        ),
-        "forward_us": all_.us,
+        "experts_if_uniform": uniform,
+        "forward_us": whole.us,
         "eager_us": eager,
         "parts": [part.facts for part in parts],
     }
 
 
-def _part(
-    name: str, whole: Times, without: Times | None, works: list[floors.Work], count: int
-) -> Part:
-    us, trace = whole.us, whole.trace
+def _parts(
+    made: Slice, nodes: int, runs: list[partial], read: list[float], peaks: Peaks
+) -> tuple[Times, list[Part]]:
+    """The whole forward, and its parts. read: distinct experts of each layer that has any"""
+    layers = len(made.model.layers)
+    dense = layers - len(read)
+    sizes = (0, False), (dense, False), (layers, False), (layers, True)
+    forms = [[partial(run, layers=n, head=head) for run in runs] for n, head in sizes]
+    none, some, most, whole = timing.measure(forms, made.cache.data.device)
+    experts = [0.0] * dense + read
+    works = [floors.layer(made, i, nodes, each, peaks) for i, each in enumerate(experts)]
+    head = floors.matrices(made.model.lm_head.parameters(), nodes, peaks)
+    parts = [_part(REST, none, None, [])]
+    if dense:
+        parts.append(_part(DENSE, some, none, works[:dense]))
+    if read:
+        parts.append(_part(EXPERTS, most, some, works[dense:]))
+    return whole, [*parts, _part(HEAD, whole, most, [head])]
+
+
+def _part(name: str, whole: Times, without: Times | None, works: list[floors.Work]) -> Part:
+    """works: of each of the layers that are alike, or none where there is no floor"""
+    us, trace, count = whole.us, whole.trace, max(len(works), 1)
     if without is not None:
         us -= without.us
         trace = trace and without.trace and trace.less(without.trace)

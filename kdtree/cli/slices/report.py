@@ -24,8 +24,8 @@ def show(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     console.print(
         f"{facts['shape']}: {facts['layers']} layers, {facts['dense_layers']} of them dense, and "
         f"the head; experts {facts['weights']}, {facts['dtype']}; "
-        f"{units.show(facts['weight_bytes'], 'B')} made in {facts['built_s']:.1f} s; "
-        f"{facts['context']} tokens of context"
+        f"{units.show(facts['weight_bytes'], 'B')} of weights, "
+        f"{facts['context']} tokens of context; {facts['seconds']:.1f} s in all"
     )
     console.print(_forwards(rows))
     for name in (EXPERTS, DENSE, HEAD):

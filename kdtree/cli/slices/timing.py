@@ -4,13 +4,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-SAMPLES, LEAST = 20, 5  # of replays; fewer than the former where they take long
-SECONDS = 0.25  # for the samples of one thing, but for LEAST
+SAMPLES, LEAST = 20, 5  # of each time; fewer than the former where they take long
+SECONDS = 0.5  # for the samples of times that are compared, but for LEAST
+
+Runs = list[Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -54,39 +57,25 @@ class Times:
     trace: Trace | None
 
 
-def measure(runs: list[Callable[[], object]], device: torch.device) -> Times:
-    """One run's times, the medians over rounds of all of them in turns.
+def measure(forms: list[Runs], device: torch.device) -> list[Times]:
+    """The times of one run of each form, medians over rounds in which all forms have a turn.
 
-    runs: alike but for what they read; capturable on CUDA
+    So what changes while they are measured, as clocks do, changes for all of them.
+    forms: runs that are alike but for what they read, and one after another; capturable on CUDA
     """
     if device.type != "cuda":
-        return Times(eager_us(runs, device), None)
-
-    def all_runs() -> None:
-        for run in runs:
-            run()
-
-    count = len(runs)
+        return [Times(us, None) for us in _medians([partial(_wall_us, f, device) for f in forms])]
     with torch.cuda.device(device):
-        graph = _captured(all_runs)
-        us = _replay_us(graph) / count
-        trace = traced(graph.replay, device)
-    return Times(us, trace and trace.over(count))
+        graphs = [_captured(runs) for runs in forms]
+        times = _medians([partial(_replay_us, graph) for graph in graphs])
+        traces = [traced(graph.replay, device) for graph in graphs]
+    each = zip(forms, times, traces, strict=True)
+    return [Times(us / len(runs), trace and trace.over(len(runs))) for runs, us, trace in each]
 
 
-def eager_us(runs: list[Callable[[], object]], device: torch.device) -> float:
-    """Wall time of one run that the host launches; the median over rounds of all of them."""
-
-    def once() -> float:
-        begin = time.perf_counter()
-        for run in runs:
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
-
-    once()
-    return 1e6 * _median(once) / len(runs)
+def eager_us(runs: Runs, device: torch.device) -> float:
+    """Wall time of one run that the host launches, the median over rounds of all of them."""
+    return _medians([partial(_wall_us, runs, device)])[0]
 
 
 def traced(run: Callable[[], object], device: torch.device) -> Trace | None:
@@ -133,34 +122,44 @@ def short(name: str) -> str:
     return f"{head}<{hint}>" if hint and "at::native" in plain else head
 
 
-def _median(sample: Callable[[], float]) -> float:
-    samples, end = [], time.perf_counter() + SECONDS
-    while len(samples) < SAMPLES and (len(samples) < LEAST or time.perf_counter() < end):
-        samples.append(sample())
-    return statistics.median(samples)
+def _medians(samplers: list[Callable[[], float]]) -> list[float]:
+    """Of samples that are taken in turns, after one of each that does not count."""
+    for sample in samplers:
+        sample()
+    taken, end = [], time.perf_counter() + SECONDS
+    while len(taken) < SAMPLES and (len(taken) < LEAST or time.perf_counter() < end):
+        taken.append([sample() for sample in samplers])
+    return [statistics.median(each) for each in zip(*taken, strict=True)]
 
 
-def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def _wall_us(runs: Runs, device: torch.device) -> float:
+    """Of one run."""
+    begin = time.perf_counter()
+    for run in runs:
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e6 * (time.perf_counter() - begin) / len(runs)
+
+
+def _captured(runs: Runs) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # warm-up, as capturing asks for
-        run()
+        runs[0]()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        for run in runs:
+            run()
     return graph
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Of all runs in it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def once() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    once()
-    return 1e3 * _median(once)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)
