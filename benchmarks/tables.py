@@ -6,7 +6,7 @@ slices of large models, all as the benchmarks wrote them into results/.
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench_engine import RUNS
@@ -39,7 +39,8 @@ def engine() -> str:
     results = {side: _load(file) for file, side in SIDES.items()}
     rows = {side: found["rows"] for side, found in results.items()}
     machines = "".join(f"{side}: {_machine(found)}.\n" for side, found in results.items())
-    return "\n".join((decode_table(rows), forward_table(rows), machines))
+    tables = decode_table(rows), launches_table(rows["H200"]), forward_table(rows), machines
+    return "\n".join(filter(None, tables))
 
 
 def ops() -> str:
@@ -105,15 +106,30 @@ def decode_table(rows: dict[str, list[dict]]) -> str:
     """A line a temperature and run: acceptance length, tokens/s and speed-up of each side."""
     columns = ("accepted, {}", "tokens/s, {}", "speed-up, {}")
     titles = [column.format(side) for side in rows for column in columns]
-    found = {
-        side: {_case(row): row for row in rows[side] if row["kind"] == "decode"} for side in rows
-    }
+    found = {side: _decodes(rows[side]) for side in rows}
     temperatures = sorted({case[0] for side in found.values() for case in side})
     lines = [["T", "drafter", *titles]]
     for T, run in itertools.product(temperatures, RUNS):
         cells = [cell for side in rows for cell in _decode_cells(found[side].get((T, *run)))]
         lines.append([f"{T:g}", _name(*run), *cells])
     return _table(lines)
+
+
+def launches_table(rows: list[dict]) -> str:
+    """A line a temperature and run that was launched both ways: what of a gain is fewer forwards,
+    and what is less time a round. Nothing where none was."""
+    each = "ms a round", "ms between rounds", "tokens/s"
+    titles = (f"{title}, {how}" for title in each for how in ("op by op", "graph"))
+    lines = [["T", "drafter", "accepted", *titles]]
+    graphs, eager = (_decodes(r for r in rows if r.get("graphs") is how) for how in (True, False))
+    for case, row in eager.items():
+        pair = row, graphs[case]
+        cells = [f"{row['acceptance_length']:.2f}"]
+        cells += [f"{each['ms_per_round']:.2f}" for each in pair]
+        cells += [f"{each['between_ms']:.3f}" for each in pair]
+        cells += [f"{each['tokens_per_s']:.0f}" for each in pair]
+        lines.append([f"{case[0]:g}", _name(*case[1:]), *cells])
+    return _table(lines) if eager else ""
 
 
 def forward_table(rows: dict[str, list[dict]]) -> str:
@@ -153,6 +169,15 @@ def _load(name: str) -> dict:
 
 def _machine(results: dict) -> str:
     return f"{results['card']}, torch {results['torch']}, {results['date'][:10]}"
+
+
+def _decodes(rows: Iterable[dict]) -> dict[tuple, dict]:
+    """By case, the first row of decoding."""
+    found = {}
+    for row in rows:
+        if row["kind"] == "decode":
+            found.setdefault(_case(row), row)
+    return found
 
 
 def _case(row: dict) -> tuple:

@@ -33,6 +33,9 @@ class Garbage(Stateless):
         self.nodes = 1 + (5 if setup.budget is None else setup.budget)
         self.generator = torch.Generator().manual_seed(0)
 
+    def plan(self, state):
+        return None  # it asks the host
+
     def propose(self, state):
         c, device = self.config, self.setup.device
         shape = (self.setup.sequences, c.depth, c.candidates)

@@ -71,6 +71,9 @@ class Recorder(Stateless):
     def start(self, b, request, prompt):
         self.inner.start(b, request, prompt)
 
+    def plan(self, state):
+        return None  # it asks the host
+
     def propose(self, state):
         self.length, self.active = state.length.tolist(), state.active.tolist()
         return self.inner.propose(state)
