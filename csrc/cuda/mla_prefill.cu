@@ -3,8 +3,8 @@
 //   out[n, h] = softmax_j<=p(scale * (nope | rotate(rope, p)) . (k[h, j] | k_rope[j])) . v[h],
 //   p = keys - N + n
 //
-// Grid    one block per row and head. A tile of kPrefillTile keys at a time: a thread scores one key,
-//         then every thread adds the tile's values of its features.
+// Grid    one block per row and head. A tile of kPrefillTile keys at a time: a thread scores one
+//         key, then every thread adds the tile's values of its features.
 // Smem    the rotated query in float32, the tile's weights.
 // Floor   2 * H * (P + R + V) flops a row and visible key, on CUDA cores. Each row reads its head's
 //         keys and values anew: the form for every shape and card, not for speed.

@@ -61,7 +61,7 @@ class Mla(nn.Module):
             c.rotary.interleaved,
         )
         query = query.unflatten(1, (c.heads, c.nope + c.rope))
-        if step.start is not None and self.unabsorbs:
+        if step.start is not None and self.unabsorbs and cache.dtype == query.dtype:
             values = attend(query, self.w_uk, self.w_uv.weight, rope, step, cache, c)
             return self.o_proj(values.flatten(1))
         query = ops.mla_query(query, self.w_uk, rope, position, c.rotary.interleaved)

@@ -7,8 +7,8 @@
 namespace kdtree::cuda {
 
 // Describes values whose rows are keys, 128 bytes each, swizzled as tensor_copy leaves them, as an
-// operand that is multiplied over keys. at: on 1024 bytes, of 8 keys x 64 features; block: bytes from
-// there to the next 64 features
+// operand that is multiplied over keys. at: on 1024 bytes, of 8 keys x 64 features; block: bytes
+// from there to the next 64 features
 __device__ inline uint64_t values_operand(uint32_t at, uint32_t block) {
   constexpr uint64_t kEightRows = 1024 >> 4, kSwizzle128 = 1;
   return uint64_t{(at & 0x3ffff) >> 4} | uint64_t{block >> 4} << 16 | kEightRows << 32 |
