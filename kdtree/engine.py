@@ -46,6 +46,7 @@ class Engine:
         chain_seed: insert the best chain first
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
+    kv_cache_dtype: "auto" (that of dtype), or "fp8" for latents in e4m3 with a scale each
     quantize: "int4" for routed experts that the checkpoint holds otherwise, None to keep them so
     max_seq_len: prompt and continuation together; None for the model's own length, 32768 at most
     progress: called with the bytes of weights loaded so far, and the bytes in all, as they grow
@@ -64,6 +65,7 @@ class Engine:
         chain_seed: bool = False,
         device: str = "auto",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         quantize: str | None = None,
         max_seq_len: int | None = None,
         max_batch: int = 1,
@@ -75,6 +77,7 @@ class Engine:
         self.max_batch = options.batch(max_batch)
         self.config = load_config(directory)
         self.max_seq_len = options.context(max_seq_len, self.config)
+        fp8 = options.fp8_cache(kv_cache_dtype, self.config)
         where = {"device": self.device, "dtype": self.dtype}
         setup = Setup(
             budget=options.budget(budget),
@@ -97,8 +100,7 @@ class Engine:
             **where,
         )
         self.drafter.bind(self.model)
-        width = self.config.mla.kv_lora_rank + self.config.mla.rope
-        self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
+        self.cache = KvCache.of(self.config, self.max_batch, self.max_seq_len, fp8=fp8, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
         if setup.budget is None:
             self.drafter = automatic(self.drafter, budget, self.model, self.cache, self.state)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from kdtree.cache import check_fp8
 from kdtree.checks import is_whole, shown
 from kdtree.config import ModelConfig
 from kdtree.costs import Costs
@@ -59,6 +60,15 @@ def quantize(name: str | None) -> str | None:
     if name is not None and name != "int4":
         raise ValueError(f"quantize is {name!r}, wants None or 'int4'")
     return name
+
+
+def fp8_cache(name: str, config: ModelConfig) -> bool:
+    """Whether latents are cached in FP8, by kv_cache_dtype."""
+    if name not in ("auto", "fp8"):
+        raise ValueError(f"kv_cache_dtype is {shown(name)}, wants 'auto' or 'fp8'")
+    if name == "fp8":
+        check_fp8(config)
+    return name == "fp8"
 
 
 def batch(sequences: int) -> int:

@@ -11,16 +11,17 @@ from kdtree.phases import Phases
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("kind", ["none", "ngram", "oracle", "dflash", "dflash2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_replayed_rounds_emit_what_eager_rounds_emit(kind, dtype, temperature):
+@pytest.mark.parametrize("temperature, cache", [(0.0, "auto"), (1.0, "auto"), (1.0, "fp8")])
+def test_replayed_rounds_emit_what_eager_rounds_emit(kind, dtype, temperature, cache):
     prompt = [5, 9, 2, 77, 31] * 5
     params = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
     name = kind if kind.startswith("dflash") else "base"
-    want = engine_of(name, "cuda", dtype).generate(prompt, params).token_ids
+    fp8 = {"kv_cache_dtype": cache}
+    want = engine_of(name, "cuda", dtype, **fp8).generate(prompt, params).token_ids
     truth = OracleConfig((tuple(prompt + want),), 0.6, depth=9)
     drafter = {"none": "none", "ngram": NgramConfig(), "oracle": truth}.get(kind, DflashConfig())
     budget = "auto" if kind == "none" else 7  # to choose it, the host reads
-    engine = engine_of(name, "cuda", dtype, drafter, budget=budget)
+    engine = engine_of(name, "cuda", dtype, drafter, budget=budget, **fp8)
     untimed = Phases(torch.device("cpu"))
     with torch.no_grad():
         _, requests = engine._requests([prompt], [params], False)

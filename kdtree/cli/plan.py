@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kdtree.checks import shown, whole
 from kdtree.cli import options, units
+from kdtree.options import fp8_cache
 from kdtree.plan import Machine, Plan, Source, formulas, make_plan, read
 from kdtree.plan.tensors import PARTS
 from kdtree.tree import MAX_NODES
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize", choices=("int4",), help="routed experts to INT4 when they are loaded"
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8 for e4m3 latents")
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.set_defaults(run=run)
 
@@ -59,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     nodes = _nodes(arguments.nodes)
     source = read(arguments.model)
+    fp8 = fp8_cache(arguments.kv_cache_dtype, source.config)
     context = arguments.context
     if context is None:
         context = min(CONTEXT, source.config.max_positions)
@@ -69,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         context=whole("context", context, 1),
         nodes=nodes,
         int4=arguments.quantize == "int4",
+        fp8=fp8,
     )
     if arguments.json:
         print(json.dumps(_facts(arguments.model, source, made)))
@@ -104,6 +108,7 @@ def _facts(path: Path, source: Source, made: Plan) -> dict:
         "rank_bytes": made.rank_bytes,
         "skipped_bytes": _skipped(source),
         "cache_bytes_per_token": made.cache_bytes,
+        "kv_cache_dtype": "fp8" if made.fp8 else "auto",
         "context": made.context,
         "longest_context": made.longest,
         "machine": asdict(made.machine),
@@ -132,8 +137,9 @@ def _show(path: Path, source: Source, made: Plan) -> None:
         console.print(f"{line} (see kdtree inspect)", style="bold yellow")
     console.print(f"On {gpus} GPU{'s' * (gpus > 1)} of {memory}")
     console.print(_parts(made))
+    stored = "FP8" if made.fp8 else "bfloat16"
     console.print(
-        f"KV cache: {made.cache_bytes:,} bytes a token on every rank, in bfloat16"
+        f"KV cache: {made.cache_bytes:,} bytes a token on every rank, in {stored}"
         + ("; latents are shared by all heads, so ranks do not divide it" if gpus > 1 else "")
     )
     console.print(_fit(source, made))
