@@ -2,8 +2,11 @@
 
 An oracle drafts the true tokens with the given probability: an upper bound for a drafter that is as
 often right, not a drafter. A row of kind "decode" is one drafter's figures over all prompts, with
-the speed-up over plain decoding beside its acceptance length. A row of kind "forward" is the time
-of a forward of N nodes, and over that of one; its drafts are wrong, so that there are many rounds.
+the speed-up over plain decoding beside its acceptance length. On CUDA rounds are replayed from
+graphs; those of EAGER are also launched op by op, in rows whose "graphs" is false, and their
+speed-up is over plain decoding launched so. between_ms is what of a round no phase is: the device
+waits. A row of kind "forward" is the time of a forward of N nodes, and over that of one; its drafts
+are wrong, so that there are many rounds.
 benchmarks/tables.py puts both kinds into README.md.
 """
 
@@ -16,8 +19,9 @@ from kdtree.cli import bench, options
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 COLUMNS = (
-    *("drafter", "tree", "budget", "temperature", "tokens_per_s", "acceptance_length", "speedup"),
-    *("ms_per_round", "phases_ms", "N", "ms", "over_one"),
+    *("drafter", "tree", "budget", "graphs", "temperature"),
+    *("tokens_per_s", "acceptance_length", "speedup", "ms_per_round", "between_ms", "phases_ms"),
+    *("N", "ms", "over_one"),
 )
 RUNS: list[tuple[str, str, int | str]] = [  # drafter, tree, budget
     ("none", "chain", "auto"),
@@ -30,21 +34,26 @@ RUNS: list[tuple[str, str, int | str]] = [  # drafter, tree, budget
     ("oracle:0.8", "best-first", 7),
     ("oracle:1", "chain", 7),
 ]
+EAGER = [("none", "chain", "auto"), ("dflash", "chain", 7), ("dflash", "best-first", 7)]
 
 
-def decode_rows(arguments, temperature: float) -> list[dict]:
+def decode_rows(arguments, temperature: float, graphs: bool) -> list[dict]:
+    """Of RUNS, or of those that are launched op by op beside them."""
     params = SamplingParams(
         max_tokens=arguments.max_tokens, temperature=temperature, seed=1, ignore_eos=True
     )
     rows, reference = [], None
-    for drafter, tree, budget in RUNS:
-        engine = make(arguments, drafter, tree, budget, reference)
+    cuda = arguments.device.type == "cuda"
+    for drafter, tree, budget in RUNS if graphs or not cuda else EAGER:
+        engine = make(arguments, drafter, tree, budget, reference, graphs)
         results = bench.decode(engine, bench.PROMPTS, params, arguments.repeat)
         reference = reference or results
         facts = {"kind": "decode", "drafter": drafter, "tree": tree, "budget": budget}
         figures = bench.summary(results, reference)
         assert figures["identical"], f"{drafter}, {tree}: other tokens than plain decoding"
-        rows.append(facts | {"temperature": temperature} | figures)
+        facts |= {"graphs": graphs and cuda, "temperature": temperature}
+        between = figures["ms_per_round"] - sum(figures["phases_ms"].values())
+        rows.append(facts | figures | {"between_ms": between})
     return rows
 
 
@@ -62,7 +71,9 @@ def forward_rows(arguments) -> list[dict]:
     return rows
 
 
-def make(arguments, drafter: str, tree: str, budget: int | str, reference) -> Engine:
+def make(
+    arguments, drafter: str, tree: str, budget: int | str, reference, graphs: bool = True
+) -> Engine:
     truth = [result.prompt_token_ids + result.token_ids for result in reference or ()]
     return Engine(
         arguments.model,
@@ -70,6 +81,7 @@ def make(arguments, drafter: str, tree: str, budget: int | str, reference) -> En
         budget=budget,
         tree=tree,
         device=str(arguments.device),
+        cuda_graphs=graphs,
     )
 
 
@@ -81,7 +93,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     arguments = parser.parse_args()
     peaks = harness.peaks(arguments.device)
-    decode = [row for t in arguments.temperature for row in decode_rows(arguments, t)]
+    launched = (True, False) if arguments.device.type == "cuda" else (True,)
+    cases = [(t, graphs) for t in arguments.temperature for graphs in launched]
+    decode = [row for case in cases for row in decode_rows(arguments, *case)]
     forward = forward_rows(arguments)
     facts = harness.header(arguments.device, peaks, arguments.commit)
     harness.write(

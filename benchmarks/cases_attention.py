@@ -9,7 +9,9 @@ import torch
 from cases import EPS, Bench, Case, turning
 
 from kdtree import ops
-from kdtree.cache import fp8_row_bytes
+from kdtree.cache import Step, fp8_row_bytes
+from kdtree.config import MlaConfig, RopeConfig
+from kdtree.layers import prefill
 
 
 def mla_query(b: Bench) -> Iterator[Case]:
@@ -88,6 +90,38 @@ def _attention(b: Bench, H: int, S: int, N: int, tree: bool, fp8: bool = False) 
     shape |= {} if tree else {"chain": 1}
     shape |= {"fp8": 1} if fp8 else {}
     return Case(shape, run, moved, flops, ("eager", plain))
+
+
+def mla_prefill(b: Bench) -> Iterator[Case]:
+    """A chunk after each context: the op alone, and as a layer calls it, from the latents on."""
+    s = b.size
+    for H in dict.fromkeys((s.H, 8)):
+        for S in (0, *s.contexts):
+            yield from _prefill(b, H, S, s.prefill)
+
+
+def _prefill(b: Bench, H: int, S: int, N: int) -> Iterator[Case]:
+    s, keys = b.size, S + N
+    heads = MlaConfig(H, None, s.C, s.P, s.R, s.P, EPS, RopeConfig(1e4, False, None))
+    q, w_uk = b.rand(N, H, s.P + s.R), b.rand(H, s.C, s.P, scale=s.C**-0.5)
+    w_uv, cache = b.rand(H, s.P, s.C, scale=s.C**-0.5), b.rand(-(-keys // 64), 64, s.C + s.R)
+    table, angle = b.tensor([range(len(cache))]), torch.rand(keys, s.R // 2, device=b.device)
+    rope = torch.cat([angle.cos(), angle.sin()], 1)
+    token = torch.zeros(1, N, device=b.device)
+    step = Step(token, token, token, None, table, token, start=S)
+    latent, k_rope = cache.flatten(0, 1)[:keys].split([s.C, s.R], 1)
+    k, v = latent.expand(H, keys, s.C) @ w_uk, latent.expand(H, keys, s.C) @ w_uv.mT
+    run = partial(ops.mla_prefill, q, k, v, k_rope, rope, False, heads.scale)
+    plain = partial(eager.mla_prefill, q, k, v, k_rope, rope, heads.scale)
+    whole = partial(prefill.attend, q, w_uk, w_uv, rope, step, cache, heads)
+    want = plain()
+    b.close("mla_prefill", run(), want)
+    b.close("mla_prefill", whole(), want)
+    shape = {"H": H, "S": S, "N": N}
+    flops = 2 * H * (N * S + N * (N + 1) // 2) * (2 * s.P + s.R)
+    moved = (H * (keys + N) * 2 * s.P + keys * s.R) * b.e
+    yield Case(shape, run, moved, flops, ("sdpa", plain))
+    yield Case(shape | {"latents": 1}, whole, moved, flops, weights=b.name)
 
 
 def _ancestors(N: int) -> tuple[list[int], np.ndarray]:

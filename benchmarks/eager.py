@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -103,6 +104,20 @@ def widened(rows: Tensor, C: int, R: int) -> Tensor:
     rope = rows[..., C + 16 : C + 16 + 2 * R].contiguous().view(torch.bfloat16)
     latent = codes.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)
     return torch.cat([latent, rope.float()], -1)
+
+
+def mla_prefill(
+    q: Tensor, k: Tensor, v: Tensor, k_rope: Tensor, rope: Tensor, scale: float
+) -> Tensor:
+    """Torch's own attention, keys put together and values padded as its form wants them."""
+    (N, _, _), (H, keys, P) = q.shape, k.shape
+    position = torch.arange(keys - N, keys, device=q.device)
+    query = torch.cat([q[..., :P], rotate(q[..., P:], rope, position)], -1).transpose(0, 1)
+    key = torch.cat([k, k_rope.expand(H, *k_rope.shape)], -1)
+    mask = causal_lower_right(N, keys)
+    return F.scaled_dot_product_attention(
+        query[None], key[None], v[None], attn_mask=mask, scale=scale
+    )[0].transpose(0, 1)
 
 
 def block_embed(token: Tensor, length: Tensor, table: Tensor, mask: Tensor, slots: int) -> Tensor:

@@ -106,6 +106,32 @@ struct MlaAttentionParams {
   DType dtype;    // of q, out and, but in FP8, cache
 };
 
+// Attention of a chunk of a prompt, in un-absorbed form: a head's own keys and values of the context
+// and of the chunk, which are the last N of them. Row n stands at position p = keys - N + n and attends
+// to positions 0 .. p. The features of k_rope serve all heads; q's are (nope | rope), not yet rotated.
+//
+//   score[n, h, j] = scale * (nope . k[h, j] + rotate(rope, p) . k_rope[j])
+//   out[n, h] = softmax_j(score[n, h]) . v[h]
+//
+// The rotated query is rounded to dtype. Order of the sums, by absolute position alone: tiles of
+// kPrefillTile keys, one softmax over them as they come. A row's bits depend on it and on its keys, not
+// on the chunk.
+inline constexpr int kPrefillTile = 128;
+
+struct MlaPrefillParams {
+  const void* q;       // [N, H, P + R], rows q_row elements apart
+  const void* k;       // [H, keys, P], rows k_row elements apart, heads k_head
+  const void* v;       // [H, keys, V], v_row and v_head
+  const void* k_rope;  // [keys, R], rope_row
+  const float* rope;   // [positions, R], as in MlaQueryParams
+  void* out;           // [N, H, V], contiguous
+  int64_t q_row, k_row, k_head, v_row, v_head, rope_row;
+  int N, H, keys, P, R, V, positions;
+  float scale;
+  bool interleaved;
+  DType dtype;  // of q, k, v, k_rope and out
+};
+
 // Row token slot context[b] + path[b, i] moves to slot context[b] + i, for i < length[b], all
 // layers, as if all were read before any is written. Of path and block_table nothing else is read.
 struct KvCompactParams {

@@ -10,13 +10,30 @@ namespace {
 constexpr int64_t kMaxWidth = 768;  // of C + R: a tile of float32 latents fills a block's memory
 constexpr int64_t kMaxWorkspace = 256 << 20;  // bytes; more rows take several launches
 
-// The rotation table and, per row, a position.
-void check_rope(const Tensor& rope, const Tensor& position, int64_t rows, const Tensor& like) {
+// The rotation table.
+void check_rope(const Tensor& rope, const Tensor& like) {
   check_dim("rope", rope, 2);
   check("rope", rope, {rope.size(0), rope.size(1)}, ScalarType::Float, like);
   require(rope.size(1) % 2 == 0, "rope has ", rope.size(1), " features, wants an even number");
   require(rope.size(0) > 0, "rope has no positions");
+}
+
+// And, per row, a position.
+void check_rope(const Tensor& rope, const Tensor& position, int64_t rows, const Tensor& like) {
+  check_rope(rope, like);
   check("position", position, {rows}, ScalarType::Int, like);
+}
+
+// A tensor whose features alone must be contiguous, of like's dtype and device.
+void check_features(const char* name, const Tensor& t, std::initializer_list<int64_t> shape,
+                    const Tensor& like) {
+  const torch::headeronly::IntHeaderOnlyArrayRef wants(shape.begin(), shape.size());
+  const int64_t last = t.dim() - 1;
+  require(t.sizes() == wants, name, " has shape ", text(t.sizes()), ", wants ", text(wants));
+  require(t.scalar_type() == like.scalar_type(), name, " has dtype ", t.scalar_type(), ", wants ",
+          like.scalar_type());
+  check_device(name, t, like);
+  require(t.size(last) <= 1 || t.stride(last) == 1, name, " must have contiguous features");
 }
 
 void check_pages(const char* name, const Tensor& t, int64_t dim) {
@@ -185,6 +202,52 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
 }
 
 template <auto Launch>
+Tensor mla_prefill(const Tensor q, const Tensor k, const Tensor v, const Tensor k_rope,
+                   const Tensor rope, bool interleaved, double scale) {
+  check_dim("q", q, 3);
+  check_dim("k", k, 3);
+  check_dim("v", v, 3);
+  check_rope(rope, q);
+  const int64_t N = q.size(0), H = q.size(1), keys = k.size(1), P = k.size(2), R = rope.size(1);
+  const int64_t V = v.size(2);
+  check_features("q", q, {N, H, P + R}, q);
+  require(H <= 1 || q.stride(1) == P + R, "q must have contiguous heads");
+  check_features("k", k, {H, keys, P}, q);
+  check_features("v", v, {H, keys, V}, q);
+  check_features("k_rope", k_rope, {keys, R}, q);
+  require(keys >= N, "k has ", keys, " keys, wants at least q's ", N, " rows");
+  require(scale > 0, "scale is ", scale, ", wants a positive number");
+  auto out = empty(q, {N, H, V}, q.scalar_type());
+  const DType dtype = dtype_of("q", q);
+  if (out.numel() == 0) return out;
+  run_on<Launch>(q, MlaPrefillParams{
+                        .q = data(q),
+                        .k = data(k),
+                        .v = data(v),
+                        .k_rope = data(k_rope),
+                        .rope = data<float>(rope),
+                        .out = mutable_data(out),
+                        .q_row = q.stride(0),
+                        .k_row = k.stride(1),
+                        .k_head = k.stride(0),
+                        .v_row = v.stride(1),
+                        .v_head = v.stride(0),
+                        .rope_row = k_rope.stride(0),
+                        .N = extent("q", N),
+                        .H = extent("q", H),
+                        .keys = extent("k", keys),
+                        .P = extent("k", P),
+                        .R = extent("rope", R),
+                        .V = extent("v", V),
+                        .positions = extent("rope", rope.size(0)),
+                        .scale = static_cast<float>(scale),
+                        .interleaved = interleaved,
+                        .dtype = dtype,
+                    });
+  return out;
+}
+
+template <auto Launch>
 void kv_compact(Tensor cache, const Tensor block_table, const Tensor context, const Tensor path,
                 const Tensor length) {
   check_pages("cache", cache, 4);
@@ -217,6 +280,7 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cpu::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cpu::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cpu::mla_attention>));
+  m.impl("mla_prefill", TORCH_BOX(&mla_prefill<cpu::mla_prefill>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cpu::kv_compact>));
 }
 
@@ -225,6 +289,7 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cuda::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cuda::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cuda::mla_attention>));
+  m.impl("mla_prefill", TORCH_BOX(&mla_prefill<cuda::mla_prefill>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cuda::kv_compact>));
 }
 #endif

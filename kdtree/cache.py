@@ -21,6 +21,17 @@ def fp8_row_bytes(latent: int, rope: int) -> int:
     return latent + FP8_ALIGN + -(-2 * rope // FP8_ALIGN) * FP8_ALIGN
 
 
+def fp8_parts(rows: Tensor, latent: int, rope: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of rows [..., bytes] with FP8 latents: codes, their scale [..., 1], the rope part."""
+    at = latent + FP8_ALIGN
+    codes, scale, rest = rows[..., :latent], rows[..., latent : latent + 4], rows[..., at:]
+    return (
+        codes.view(torch.float8_e4m3fn),
+        scale.view(torch.float32),
+        rest[..., : 2 * rope].view(torch.bfloat16),
+    )
+
+
 def check_fp8(config: ModelConfig) -> None:
     """Raises ConfigError where the model's latents cannot be cached in FP8."""
     latent = config.mla.kv_lora_rank
@@ -40,6 +51,8 @@ class Step:
     slot: [B, N] int32, page * 64 + offset of each node's cache row; -1 at padding
     ancestors: [B, N] int64, or None for a chain
     block_table: [B, max_pages] int32; context: [B] int32
+    start: where a chunk of one prompt begins, its context on the host; None in decoding. It is what
+        lets a layer attend in another form, never the number of rows.
     """
 
     token: Tensor
@@ -48,6 +61,7 @@ class Step:
     ancestors: Tensor | None
     block_table: Tensor
     context: Tensor
+    start: int | None = None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -125,8 +139,8 @@ class KvCache:
         view.context = self.context[b : b + 1]
         return view
 
-    def place(self, tree: TokenTree) -> Step:
-        """Positions and slots of a tree's nodes, after the committed context."""
+    def place(self, tree: TokenTree, start: int | None = None) -> Step:
+        """Positions and slots of a tree's nodes, after the committed context. start: as in Step"""
         node = torch.arange(tree.token.shape[1], dtype=torch.int32, device=tree.token.device)
         position = self.context[:, None] + tree.depth
         index = self.context[:, None] + node
@@ -137,7 +151,8 @@ class KvCache:
             padding = tree.ancestors == 0
             position = position.masked_fill(padding, -1)
             slot = slot.masked_fill(padding, -1)
-        return Step(tree.token, position, slot, tree.ancestors, self.block_table, self.context)
+        where = self.block_table, self.context, start
+        return Step(tree.token, position, slot, tree.ancestors, *where)
 
     def commit(self, path: Path) -> None:
         """Keeps the rows of the accepted paths, moved to their final slots."""

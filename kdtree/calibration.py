@@ -8,6 +8,7 @@ from math import exp
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kdtree.record import to_host
 from kdtree.tree import MAX_DEPTH, TokenTree
@@ -33,10 +34,14 @@ class Nodes:
     cell: list[list[int]]
 
     @staticmethod
-    def of(tree: TokenTree) -> "Nodes":
+    def packed(tree: TokenTree) -> Tensor:
+        """What `read` wants of a tree, in one tensor: [B, 3 N] int32."""
+        return torch.cat([tree.parent, tree.depth, tree.score.view(torch.int32)], 1)
+
+    @staticmethod
+    def read(packed: Tensor) -> "Nodes":
         """Here the host waits."""
-        packed = to_host(torch.cat([tree.parent, tree.depth, tree.score.view(torch.int32)], 1))
-        parent, depth, score = packed.chunk(3, 1)
+        parent, depth, score = to_host(packed).chunk(3, 1)
         parents, scores = parent.tolist(), score.view(torch.float32).tolist()
         read = [_of(*each) for each in zip(parents, depth.tolist(), scores, strict=True)]
         claims, cells = zip(*read, strict=True)

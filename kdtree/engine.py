@@ -7,7 +7,7 @@ A round makes every decision on the device; the host reads one record of it.
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -15,26 +15,29 @@ import torch
 
 from kdtree import options
 from kdtree.cache import KvCache
-from kdtree.checks import flag, whole
+from kdtree.checks import flag
 from kdtree.config import load as load_config
 from kdtree.costs import Costs
 from kdtree.drafters import Drafter, DrafterConfig, Setup
 from kdtree.errors import NumericsError
+from kdtree.graphs import Graphs
 from kdtree.measure import automatic
 from kdtree.models import load_model
 from kdtree.options import Prompt
 from kdtree.outputs import Chunk, Result
-from kdtree.phases import Phases
-from kdtree.record import Round
+from kdtree.phases import Phases, Spent, mark
+from kdtree.record import Asked, Records, Round, Sent
 from kdtree.request import Request
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
-from kdtree.text import ChatTemplate, Message, load_chat_template, load_tokenizer
+from kdtree.text import Message, load_chat_template, load_tokenizer
 from kdtree.tree import MAX_DEPTH, TokenTree
 from kdtree.verify import verify
 from kdtree.weights import Progress
 
-PREFILL = 256  # rows of a prompt's chunk; chunks end at multiples of it
+# Rows of a prompt's chunk, by device; chunks end at multiples of it.
+PREFILL = {"cpu": 256, "cuda": 2048}
+TIMED = 16  # rounds of which one has its phases timed, where graphs replay them
 
 
 class Engine:
@@ -49,6 +52,7 @@ class Engine:
     kv_cache_dtype: "auto" (that of dtype), or "fp8" for latents in e4m3 with a scale each
     quantize: "int4" for routed experts that the checkpoint holds otherwise, None to keep them so
     max_seq_len: prompt and continuation together; None for the model's own length, 32768 at most
+    cuda_graphs: on CUDA, replay rounds from graphs; the outputs are the same without
     progress: called with the bytes of weights loaded so far, and the bytes in all, as they grow
     One generation at a time: a second one while a stream is open raises ValueError.
     Raises ConfigError, CheckpointError, CapacityError, and ValueError on an option out of range.
@@ -69,6 +73,7 @@ class Engine:
         quantize: str | None = None,
         max_seq_len: int | None = None,
         max_batch: int = 1,
+        cuda_graphs: bool = True,
         progress: Progress | None = None,
     ):
         directory = options.directory(model)
@@ -102,8 +107,11 @@ class Engine:
         self.drafter.bind(self.model)
         self.cache = KvCache.of(self.config, self.max_batch, self.max_seq_len, fp8=fp8, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
+        self._graphs = Graphs(self.device, flag("cuda_graphs", cuda_graphs))
+        self._records = Records(self.device)
         if setup.budget is None:
-            self.drafter = automatic(self.drafter, budget, self.model, self.cache, self.state)
+            own = self.model, self.cache, self.state, self._graphs
+            self.drafter = automatic(self.drafter, budget, *own)
         self._free = Lock()  # held by the one generation at a time
 
     def generate(
@@ -154,8 +162,9 @@ class Engine:
         ChatTemplate.encode raises.
         """
         conversations, single = options.conversations(messages)
+        template = options.template(self.chat_template)
         asked = (tools, chat_template_kwargs, add_generation_prompt)
-        prompts = [self._template().encode(each, *asked) for each in conversations]
+        prompts = [template.encode(each, *asked) for each in conversations]
         results = self.generate([ids for _, ids in prompts], params, trace=trace)
         for result, (text, _) in zip(results, prompts, strict=True):
             result.prompt = text
@@ -177,17 +186,8 @@ class Engine:
                 f"stream_chat takes one conversation, not a list of {len(conversations)}"
             )
         asked = (tools, chat_template_kwargs, add_generation_prompt)
-        _, ids = self._template().encode(messages, *asked)
+        _, ids = options.template(self.chat_template).encode(messages, *asked)
         return self.stream(ids, params)
-
-    def _template(self) -> ChatTemplate:
-        if self.chat_template is None:
-            raise ValueError(
-                "the model has no chat template: its directory wants a tokenizer, and "
-                "chat_template.jinja or a chat_template in tokenizer_config.json; "
-                "generate continues text as it is"
-            )
-        return self.chat_template
 
     def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
         # A stream that is closed frees the engine at once, whoever still holds on to it.
@@ -195,8 +195,16 @@ class Engine:
             for _, chunk in run:
                 yield chunk
 
-    def _round(self, phases: Phases, masking: bool, best: int) -> Round:
+    def _launch(self, asked: Asked) -> Sent:
+        """A round on its way to the device: replayed, where its like was run before."""
+        began, work = mark(self.device), partial(self._round, asked)
+        plan = self.drafter.plan(self.state)
+        done = work() if plan is None else self._graphs(("round", plan, asked), work)
+        return self._records.send(done, began)
+
+    def _round(self, asked: Asked) -> Round:
         """Commits at least one token per active sequence."""
+        phases = Phases(self.device)
         with phases.phase("draft"):
             tree = self.drafter.propose(self.state)
         with phases.phase("forward"):
@@ -204,47 +212,63 @@ class Engine:
             hidden, taps = self.model(step, self.cache, self.drafter.taps)
             logits = self.model.logits(hidden)
         with phases.phase("verify"):
-            path = verify(tree, step, logits, self.state.sampling, masking)
+            path = verify(tree, step, logits, self.state.sampling, asked.masking)
         with phases.phase("commit"):
             self.cache.commit(path)
             self.drafter.commit(path, taps)
             record = self.state.commit(path)
-        return Round(tree, path, record, path.best(logits, best) if best else None)
+        best = path.best(logits, asked.best) if asked.best else None
+        return Round.of(tree, path, record, best, asked.traced, phases)
 
     @torch.no_grad()
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Chunk]]:
-        """Runs requests to their ends, max_batch at a time; each that ends makes room for one."""
+        """Runs requests to their ends, max_batch at a time; each that ends makes room for one.
+
+        While the host reads a round the device runs the next. A sequence that has ended takes no
+        part in that, or does in vain where only the host could see its end.
+        """
         waiting, running = deque(requests), [None] * self.max_batch
-        masking = any(r.params.min_tokens for r in requests)
-        best = max((r.params.logprobs or 0 for r in requests), default=0)
-        phases = Phases(self.device)
+        asked = Asked(
+            masking=any(r.params.min_tokens for r in requests),
+            best=max((r.params.logprobs or 0 for r in requests), default=0),
+            traced=any(r.completion.trace is not None for r in requests),
+        )
+        launched, spent, flight = 0, Spent(), deque()
         if not self._free.acquire(blocking=False):
             raise ValueError("the engine is generating: exhaust or close its stream first")
         try:
             while waiting or any(running):
-                for b in range(self.max_batch):
-                    if running[b] is None and waiting:
-                        started = self._start(b, waiting.popleft())
-                        for other in filter(None, running):
-                            other.waited(started)
-                        running[b] = started
-                done = self._round(phases, masking, best)
-                for b, emitted in enumerate(done.emitted()):
-                    request = running[b]
-                    if request is None:
-                        continue
-                    traced = request.completion.trace is not None
-                    trace = done.trace(b, emitted) if traced else None
-                    yield request, request.accept(emitted, trace)
-                    if request.completion.finish_reason == "error":
-                        raise NumericsError(*request.failure())
-                    if request.finished:
-                        self.state.halt(b)
-                        request.completion.metrics.phases = dict(phases.read())
-                        running[b] = None
+                self._admit(waiting, running)
+                flight.append((list(running), self._launch(asked)))
+                # The next one's replay would overwrite the times of one that is to be timed.
+                ahead = int(self._graphs.on and launched % TIMED > 0)
+                launched += 1
+                while len(flight) > ahead:
+                    owners, sent = flight.popleft()
+                    emitted = sent.read()
+                    spent.add(None if flight else sent.phases())
+                    for b, request in enumerate(owners):
+                        if request is None or request.finished:
+                            continue
+                        yield request, request.accept(emitted[b])
+                        if request.completion.finish_reason == "error":
+                            raise NumericsError(*request.failure())
+                        if request.finished:
+                            self.state.halt(b)
+                            request.completion.metrics.phases = spent.read()
+                            running[b] = None
         finally:
             self.state.active.fill_(False)
             self._free.release()
+
+    def _admit(self, waiting: deque[Request], running: list[Request | None]) -> None:
+        """Starts those who wait in the sequences that are free."""
+        for b, request in enumerate(running):
+            if request is None and waiting:
+                started = self._start(b, waiting.popleft())
+                for other in filter(None, running):
+                    other.waited(started)
+                running[b] = started
 
     def _start(self, b: int, request: Request) -> Request:
         """Puts a request in sequence b: all of its prompt but the last token goes to the cache."""
@@ -254,8 +278,10 @@ class Engine:
         cache = self.cache.sequence(b)
         cache.context.zero_()
         known = self.state.token[b : b + 1, : len(request.prompt) - 1]
-        for chunk in known.split(PREFILL, 1) if known.shape[1] else ():
-            step = cache.place(TokenTree.chain(chunk))
+        rows = PREFILL[self.device.type]
+        for start in range(0, known.shape[1], rows):
+            chunk = known[:, start : start + rows]
+            step = cache.place(TokenTree.chain(chunk), start)
             _, taps = self.model(step, cache, self.drafter.taps)
             cache.extend(chunk.shape[1])
             self.drafter.prefill(b, taps)
@@ -267,30 +293,5 @@ class Engine:
     def _requests(
         self, prompts: list[Prompt], params: list[SamplingParams], trace: bool
     ) -> tuple[list[Result], list[Request]]:
-        """The results to be filled, and a request for each of their completions."""
-        results, requests = [], []
-        for prompt, p in zip(prompts, params, strict=True):
-            text = prompt if isinstance(prompt, str) else None
-            ids = options.encode(prompt, self.tokenizer, self.config.vocab)
-            if p.stop and self.tokenizer is None:
-                raise ValueError("stop strings need a tokenizer, and the model has none")
-            eos = () if p.ignore_eos else self.config.eos_ids
-            for token in p.stop_token_ids:
-                whole("stop_token_ids", token, 0, self.config.vocab - 1)
-            stop = list(dict.fromkeys((*eos, *p.stop_token_ids)))
-            self.state.check(ids, stop)
-            own = [
-                Request(
-                    number=len(requests) + i,
-                    index=i,
-                    prompt=ids,
-                    params=replace(p, seed=p.seed + i, n=1),
-                    stop=stop,
-                    tokenizer=self.tokenizer,
-                    trace=trace,
-                )
-                for i in range(p.n)
-            ]
-            requests += own
-            results.append(Result(text, ids, [r.completion for r in own]))
-        return results, requests
+        own = self.config, self.tokenizer, self.state
+        return options.requests(prompts, params, trace, *own)

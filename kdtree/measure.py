@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from kdtree.budget import AutoBudget
 from kdtree.cache import KvCache
 from kdtree.costs import Costs, sizes_up_to
 from kdtree.drafters import Drafter
+from kdtree.graphs import Graphs
 from kdtree.record import to_host
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
@@ -27,35 +29,48 @@ USUAL = 8  # nodes of the tree with which a draft is timed
 
 
 def automatic(
-    drafter: Drafter, budget: Costs | str, model: nn.Module, cache: KvCache, state: State
+    drafter: Drafter,
+    budget: Costs | str,
+    model: nn.Module,
+    cache: KvCache,
+    state: State,
+    graphs: Graphs,
 ) -> Drafter:
-    """The drafter cut by Costs, or by what is measured; itself where it has nothing to cut."""
+    """The drafter cut by Costs, or by what is measured; itself where it has nothing to cut.
+
+    graphs: the engine's, for what comes before a choice
+    """
     if drafter.nodes == 1:
         return drafter
     if isinstance(budget, Costs):
-        return AutoBudget(drafter, budget)
-    return AutoBudget(drafter, measure(model, cache, state, drafter), timed=True)
+        return AutoBudget(drafter, budget, graphs)
+    costs = measure(model, cache, state, drafter, graphs.on)
+    return AutoBudget(drafter, costs, graphs, timed=True)
 
 
-def measure(model: nn.Module, cache: KvCache, state: State, drafter: Drafter) -> Costs:
+def measure(
+    model: nn.Module, cache: KvCache, state: State, drafter: Drafter, cuda_graphs: bool
+) -> Costs:
     """The costs of rounds, by the sizes that the drafter's trees may be cut to, in about 2 s.
 
     The context is short. The trees are of the model's own making, and as a good drafter's would be:
     siblings share experts. The drafter is new; what it and the cache held is lost.
+    cuda_graphs: whether the rounds to come are replayed, so that these are
     """
     sizes = sizes_up_to(drafter.nodes)
     with torch.no_grad():
-        rounds = _Rounds(model, cache, state.max_seq_len, drafter)
+        graphs = Graphs(cache.data.device, cuda_graphs)
+        rounds = _Rounds(model, cache, state.max_seq_len, drafter, graphs)
         tree = rounds.write(drafter.nodes)
         usual = next(size for size in sizes if size >= min(USUAL, sizes[-1]))
         whole = rounds.in_turns(usual)
         took = {size: [] for size in sizes}
-        for size in sizes:  # the first of its size may build something
-            rounds.again(tree.first(size))
+        for size in sizes + sizes:  # the first two of a size may build something
+            rounds.again(tree, size)
         end = time.perf_counter() + TREE_SECONDS
         for _ in range(REPEATS):
             for size in sizes:
-                took[size].append(rounds.again(tree.first(size)))
+                took[size].append(rounds.again(tree, size))
             if time.perf_counter() > end:
                 break
         cache.context.zero_()
@@ -74,8 +89,15 @@ def measure(model: nn.Module, cache: KvCache, state: State, drafter: Drafter) ->
 class _Rounds:
     """Rounds that nobody asked for, of all sequences at once, in a state of their own."""
 
-    def __init__(self, model: nn.Module, cache: KvCache, max_seq_len: int, drafter: Drafter):
-        self.model, self.cache, self.drafter = model, cache, drafter
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KvCache,
+        max_seq_len: int,
+        drafter: Drafter,
+        graphs: Graphs,
+    ):
+        self.model, self.cache, self.drafter, self.graphs = model, cache, drafter, graphs
         sequences = cache.context.shape[0]
         self.state = State(sequences, max_seq_len, cache.context.device)
         for b in range(sequences):  # each its own text, so that it takes its own experts
@@ -85,23 +107,39 @@ class _Rounds:
         self.room = max_seq_len - 1
         self.context = 0  # that `again` begins from
 
-    def run(self, tree: TokenTree) -> tuple[Tensor, Path, Tensor | None]:
-        """A round, to its record on the host: the logits of its nodes, its path and taps."""
-        self.state.active.fill_(True)
-        step = self.cache.place(tree)
-        hidden, taps = self.model(step, self.cache, self.drafter.taps)
-        logits = self.model.logits(hidden)
-        path = verify(tree, step, logits, self.state.sampling)
-        self.cache.commit(path)
-        to_host(self.state.commit(path))
-        return logits, path, taps
+    def run(
+        self, key: Hashable | None, propose: Callable[[], TokenTree], drafter: Drafter | None = None
+    ) -> tuple[Tensor, Path, Tensor | None]:
+        """A round, to its record on the host: the logits of its nodes, its path and taps.
 
-    def again(self, tree: TokenTree) -> float:
-        """Seconds of a round with this tree after the same context."""
+        key: of its graph, or None; drafter: who commits it in the round
+        """
+        self.state.active.fill_(True)
+
+        def round() -> tuple[Tensor, Path, Tensor | None, Tensor]:
+            tree = propose()
+            step = self.cache.place(tree)
+            hidden, taps = self.model(step, self.cache, self.drafter.taps)
+            logits = self.model.logits(hidden)
+            path = verify(tree, step, logits, self.state.sampling)
+            self.cache.commit(path)
+            if drafter is not None:
+                drafter.commit(path, taps)
+            return logits, path, taps, self.state.commit(path)
+
+        *outcome, record = round() if key is None else self.graphs(key, round)
+        to_host(record)
+        return tuple(outcome)
+
+    def root(self) -> TokenTree:
+        return TokenTree.root(self.state.root())
+
+    def again(self, tree: TokenTree, size: int) -> float:
+        """Seconds of a round with this tree's first nodes after the same context."""
         self.cache.context.fill_(self.context)
         self.state.length.fill_(1 + self.context)
         began = time.perf_counter()
-        self.run(tree)
+        self.run(("again", size), lambda: tree.first(size))
         return time.perf_counter() - began
 
     def write(self, nodes: int) -> TokenTree:
@@ -109,7 +147,7 @@ class _Rounds:
         second, the best-first tree by the model's own probabilities."""
         best, end = [], time.perf_counter() + TEXT_SECONDS
         while len(best) < min(2 * MAX_DEPTH, max(self.room // 3, 1)):
-            logits, path, taps = self.run(TokenTree.root(self.state.root()))
+            logits, path, taps = self.run("text", self.root)
             self.drafter.commit(path, taps)
             best.append(ops.top_logprobs(logits[:, 0], min(CANDIDATES, logits.shape[2])))
             if time.perf_counter() > end and len(best) >= TEXT:
@@ -124,22 +162,28 @@ class _Rounds:
         """Seconds of a plain round and of one with a draft, cut to this size; the text goes on.
         None where there is no room for them."""
         nodes = self.drafter.nodes
-        always = AutoBudget(self.drafter, Costs({1: 1.0, size: 1e-9}))
+        always = AutoBudget(self.drafter, Costs({1: 1.0, size: 1e-9}), self.graphs)
         took = [], []
         for _ in range(TURNS):
             for drafter, times in zip((None, always), took, strict=True):
                 each = [self.whole(drafter) for _ in range(IN_TURN) if self._left() > MAX_DEPTH]
-                times += each[1:]
+                times += filter(None, each[1:])
         self.drafter.nodes = nodes
         return tuple(map(statistics.median, took)) if all(took) else None
 
-    def whole(self, drafter: AutoBudget | None) -> float:
-        """Seconds of a round as the engine has them, with a draft or None."""
-        began = time.perf_counter()
-        tree = drafter.propose(self.state) if drafter else TokenTree.root(self.state.root())
-        _, path, taps = self.run(tree)
-        (drafter or self.drafter).commit(path, taps)
-        return time.perf_counter() - began
+    def whole(self, drafter: AutoBudget | None) -> float | None:
+        """Seconds of a round as the engine has them, with a draft or None; None of the first ones,
+        which build something."""
+        began, steady = time.perf_counter(), True
+        key = (drafter or self.drafter).plan(self.state)
+        if drafter:
+            steady, propose = self.graphs.steady, lambda: drafter.propose(self.state)
+        else:
+            propose = self.root
+        key = None if key is None else ("whole", drafter is None, key)
+        self.run(key, propose, drafter or self.drafter)
+        took = time.perf_counter() - began
+        return took if steady and self.graphs.steady else None
 
     def _left(self) -> int:
         return self.room - int(self.state.length.max())

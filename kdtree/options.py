@@ -1,17 +1,21 @@
 """The engine's arguments, checked: what is wrong, what is wanted, and both values."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from kdtree.cache import check_fp8
-from kdtree.checks import is_whole, shown
+from kdtree.checks import is_whole, shown, whole
 from kdtree.config import ModelConfig
 from kdtree.costs import Costs
 from kdtree.drafters import DRAFTERS, DrafterConfig
 from kdtree.errors import CapacityError, ConfigError
+from kdtree.outputs import Result
+from kdtree.request import Request
 from kdtree.sampling import SamplingParams
-from kdtree.text import TOKENIZERS, Tokenizer
+from kdtree.state import State
+from kdtree.text import TOKENIZERS, ChatTemplate, Tokenizer
 from kdtree.tree import MAX_NODES
 
 DEMO = Path(__file__).parent / "demo"
@@ -150,6 +154,54 @@ def conversations(given: list) -> tuple[list, bool]:
         )
     single = not several[0]
     return [given] if single else list(given), single
+
+
+def requests(
+    prompts: list[Prompt],
+    params: list[SamplingParams],
+    trace: bool,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    state: State,
+) -> tuple[list[Result], list[Request]]:
+    """The results to be filled, and a request for each of their completions."""
+    results, requests = [], []
+    for prompt, p in zip(prompts, params, strict=True):
+        text = prompt if isinstance(prompt, str) else None
+        ids = encode(prompt, tokenizer, config.vocab)
+        if p.stop and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model has none")
+        eos = () if p.ignore_eos else config.eos_ids
+        for token in p.stop_token_ids:
+            whole("stop_token_ids", token, 0, config.vocab - 1)
+        stop = list(dict.fromkeys((*eos, *p.stop_token_ids)))
+        state.check(ids, stop)
+        own = [
+            Request(
+                number=len(requests) + i,
+                index=i,
+                prompt=ids,
+                params=replace(p, seed=p.seed + i, n=1),
+                stop=stop,
+                tokenizer=tokenizer,
+                trace=trace,
+            )
+            for i in range(p.n)
+        ]
+        requests += own
+        results.append(Result(text, ids, [r.completion for r in own]))
+    return results, requests
+
+
+def template(found: ChatTemplate | None) -> ChatTemplate:
+    """The model's chat template, which it must have."""
+    if found is None:
+        raise ValueError(
+            "the model has no chat template: its directory wants a tokenizer, and "
+            "chat_template.jinja or a chat_template in tokenizer_config.json; "
+            "generate continues text as it is"
+        )
+    return found
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab: int) -> list[int]:

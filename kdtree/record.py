@@ -6,54 +6,125 @@ import torch
 from torch import Tensor
 
 from kdtree.outputs import RoundTrace
+from kdtree.phases import Phases
 from kdtree.request import Emitted
 from kdtree.tree import Path, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What a round left on the device.
+class Asked:
+    """What a call asks of its rounds.
 
-    record: [B, 2 + 2 J] int64, from State.commit
-    best: log-probabilities and ids [B, J, k] after each node of the path, where some request asks
+    masking: some sequence masks tokens (min_tokens); best: log-probabilities after each node
+    traced: the trees themselves
     """
 
-    tree: TokenTree
-    path: Path
-    record: Tensor
-    best: tuple[Tensor, Tensor] | None
+    masking: bool = False
+    best: int = 0
+    traced: bool = False
 
-    def emitted(self) -> list[Emitted]:
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round left on the device for the host.
+
+    packed: [B, sum of widths] int64, side by side: depth offered and accepted; State.commit's
+    record; where they are asked, the best log-probabilities' bits and ids after each node of the
+    path, and the tree: tokens, parents, scores' bits, the path's nodes
+    """
+
+    packed: Tensor
+    widths: tuple[int, ...]
+    best: int
+    phases: Phases
+
+    @staticmethod
+    def of(
+        tree: TokenTree,
+        path: Path,
+        record: Tensor,
+        best: tuple[Tensor, Tensor] | None,
+        traced: bool,
+        phases: Phases,
+    ) -> "Round":
+        """record: from State.commit; best: from Path.best"""
+        B, J = path.token.shape
+        k = best[0].shape[2] if best else 0
+        parts = [tree.depth.amax(1, keepdim=True), (path.length - 1)[:, None], record]
+        if best:
+            parts += [_bits(best[0]).view(B, -1), best[1].view(B, -1)]
+        if traced:
+            parts += [tree.token, tree.parent, _bits(tree.score), path.node]
+        N = tree.token.shape[1] if traced else 0
+        widths = (1, 1, 1, 1, J, J, J * k, J * k, N, N, N, J if traced else 0)
+        return Round(torch.cat([part.long() for part in parts], 1), widths, k, phases)
+
+    def emitted(self, host: Tensor) -> list[Emitted]:
+        """By sequence. host: a copy of `packed`"""
+        return [self._emitted(row) for row in host.split(1)]
+
+    def _emitted(self, row: Tensor) -> Emitted:
+        each = [part[0] for part in row.split(self.widths, 1)]
+        offered, accepted, kept, reason = (int(each[i]) for i in range(4))
+        tokens, best = each[4][:kept].tolist(), None
+        if self.best:
+            shape = (-1, self.best)
+            logprob, ids = _floats(each[6]).view(shape).tolist(), each[7].view(shape).tolist()
+            best = [list(zip(ids[i], logprob[i], strict=True)) for i in range(kept)]
+        trace = None
+        if self.widths[8]:
+            token, parent, node = (each[i].tolist() for i in (8, 9, 11))
+            score = _floats(each[10]).tolist()
+            trace = RoundTrace(token, parent, score, node[:kept], list(tokens))
+        logprobs = _floats(each[5])[:kept].tolist()
+        return Emitted(tokens, logprobs, reason, offered, accepted, best, trace)
+
+
+class Sent:
+    """A round whose record is on its way. arrived: the event after the copy to `host`"""
+
+    def __init__(self, round: Round, began, host: Tensor, arrived: torch.cuda.Event | None):
+        self._round, self._began, self._host, self._arrived = round, began, host, arrived
+
+    def read(self) -> list[Emitted]:
         """By sequence. Here the host waits for the device."""
-        J = self.path.token.shape[1]
-        offered, accepted = self.tree.depth.amax(1), self.path.length - 1
-        record = torch.cat([torch.stack([offered, accepted], 1), self.record], 1)
-        depths, kept, reason, tokens, bits = to_host(record).split([2, 1, 1, J, J], 1)
-        logprobs = bits.int().view(torch.float32)
-        best = [to_host(t).tolist() for t in self.best] if self.best else None
-        return [
-            Emitted(
-                token_ids=tokens[b, :n].tolist(),
-                logprobs=logprobs[b, :n].tolist(),
-                reason=int(reason[b]),
-                offered=int(depths[b, 0]),
-                accepted=int(depths[b, 1]),
-                best=[list(zip(best[1][b][i], best[0][b][i], strict=True)) for i in range(n)]
-                if best
-                else None,
-            )
-            for b, n in enumerate(kept[:, 0].tolist())
-        ]
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._round.emitted(self._host)
 
-    def trace(self, b: int, emitted: Emitted) -> RoundTrace:
-        """The tree of sequence b and what was kept of it, for drawing."""
-        return RoundTrace(
-            token=self.tree.token[b].tolist(),
-            parent=self.tree.parent[b].tolist(),
-            score=self.tree.score[b].tolist(),
-            path=self.path.node[b, : len(emitted.token_ids)].tolist(),
-            emitted=emitted.token_ids,
-        )
+    def phases(self) -> dict[str, float]:
+        """Seconds of each, after `read` and before another round is replayed."""
+        return self._round.phases.seconds(self._began)
+
+
+class Records:
+    """Brings rounds' records to the host through a ring of pinned buffers, while it goes on.
+
+    A record must be read before the ring comes round to it: SLOTS rounds later.
+    """
+
+    SLOTS = 2
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._slots = [(torch.empty(0, dtype=torch.int64), None)] * self.SLOTS
+        self._next = 0
+
+    def send(self, round: Round, began: float | torch.cuda.Event) -> Sent:
+        """began: the mark from which the round's first phase counts"""
+        packed = round.packed
+        if not self._cuda:
+            return Sent(round, began, packed, None)
+        buffer, arrived = self._slots[self._next]
+        if buffer.numel() < packed.numel():
+            buffer = torch.empty(packed.numel(), dtype=torch.int64, pin_memory=True)
+            arrived = torch.cuda.Event()
+            self._slots[self._next] = buffer, arrived
+        self._next = (self._next + 1) % self.SLOTS
+        host = buffer[: packed.numel()].view(packed.shape)
+        host.copy_(packed, non_blocking=True)
+        arrived.record(torch.cuda.current_stream(packed.device))
+        return Sent(round, began, host, arrived)
 
 
 def to_host(x: Tensor) -> Tensor:
@@ -64,3 +135,11 @@ def to_host(x: Tensor) -> Tensor:
     host.copy_(x, non_blocking=True)
     torch.cuda.current_stream(x.device).synchronize()
     return host
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def _floats(x: Tensor) -> Tensor:
+    return x.int().view(torch.float32)

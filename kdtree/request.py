@@ -16,7 +16,7 @@ class Emitted:
     """What a round's record says of one sequence.
 
     reason: of kdtree.state; offered, accepted: depth of the tree, and of its accepted path
-    best: for each token ids and log-probabilities, best first, or None
+    best: for each token ids and log-probabilities, best first, or None; trace: the tree, or None
     """
 
     token_ids: list[int]
@@ -25,6 +25,7 @@ class Emitted:
     offered: int
     accepted: int
     best: list[list[tuple[int, float]]] | None = None
+    trace: RoundTrace | None = None
 
 
 class Request:
@@ -71,7 +72,7 @@ class Request:
         done = self.completion
         return done.metrics.rounds - 1, len(self.prompt) + len(done.token_ids)
 
-    def accept(self, emitted: Emitted, trace: RoundTrace | None) -> Chunk:
+    def accept(self, emitted: Emitted) -> Chunk:
         """Takes a round's tokens one by one; a stop string ends the text where it is complete."""
         done, text, taken = self.completion, "", 0
         last = len(emitted.token_ids) - 1
@@ -90,7 +91,7 @@ class Request:
             text += self._stops.feed(rest) + self._stops.flush()
         self._finish(emitted)
         done.text += text
-        self._count(taken, emitted, trace)
+        self._count(taken, emitted)
         return Chunk(text, done.token_ids[len(done.token_ids) - taken :], done.finish_reason, taken)
 
     def _finish(self, emitted: Emitted) -> None:
@@ -106,7 +107,7 @@ class Request:
         best = dict(emitted.best[i][: self.params.logprobs]) if emitted.best else {}
         return best | {emitted.token_ids[i]: emitted.logprobs[i]}
 
-    def _count(self, taken: int, emitted: Emitted, trace: RoundTrace | None) -> None:
+    def _count(self, taken: int, emitted: Emitted) -> None:
         metrics, now = self.completion.metrics, time.perf_counter()
         if not metrics.rounds:
             metrics.ttft_s = now - self._began
@@ -121,6 +122,6 @@ class Request:
         for depth in range(emitted.offered):
             metrics.offered[depth] += 1
             metrics.accepted[depth] += depth < emitted.accepted
-        if trace is not None:
-            trace.emitted = trace.emitted[:taken]  # a stop string may end a round early
-            self.completion.trace.append(trace)
+        if emitted.trace is not None:
+            emitted.trace.emitted = emitted.trace.emitted[:taken]  # a stop string may end it early
+            self.completion.trace.append(emitted.trace)

@@ -57,10 +57,14 @@ class TokenTree:
         """The best-first tree; arguments as in ops.tree_build."""
         return TokenTree(*ops.tree_build(score, candidate, root, budget, chain_seed, active))
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.token, self.parent, self.depth, self.ancestors, self.score
+
     def first(self, nodes: int) -> "TokenTree":
         """The tree of the first nodes: of a best-first tree, that of a smaller budget."""
-        cut = (self.token, self.parent, self.depth, self.ancestors, self.score)
-        return TokenTree(*(x if x is None else x[:, :nodes].contiguous() for x in cut))
+        each = (x if x is None else x[:, :nodes].contiguous() for x in self.tensors)
+        return TokenTree(*each)
 
     def masked(self, active: Tensor) -> "TokenTree":
         """Turns the trees of inactive sequences into padding. active: [B] bool"""

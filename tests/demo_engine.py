@@ -18,8 +18,11 @@ NOISY = OracleConfig((), 0.5, 3, 9, budget=20)  # a tree that is right half of t
 
 
 @functools.cache
-def engine_of(device, drafter="none", batch=1) -> Engine:
-    """The demo model, loaded once for all tests: each leaves it as it was."""
+def engine_of(device, drafter="none", batch=1, cuda_graphs=True) -> Engine:
+    """The demo model, loaded once for all tests: each leaves it as it was.
+
+    cuda_graphs: False for a test that changes what a round does, which a graph would not know
+    """
     tree = "chain" if drafter == CHAIN else "best-first"
     budget = "auto" if drafter == "none" else 7  # trees whatever they cost
     return Engine(
@@ -29,13 +32,14 @@ def engine_of(device, drafter="none", batch=1) -> Engine:
         device=str(device),
         max_seq_len=CONTEXT,
         max_batch=batch,
+        cuda_graphs=cuda_graphs,
     )
 
 
-def engine_of_kind(kind, device, truth=(), batch=1) -> Engine:
+def engine_of_kind(kind, device, truth=(), batch=1, cuda_graphs=True) -> Engine:
     """truth: of each completion of the next call, for the kinds that are told it"""
     if kind not in ("chain", "noisy"):
-        return engine_of(device, kind, batch)
+        return engine_of(device, kind, batch, cuda_graphs)
     engine = engine_of(device, CHAIN if kind == "chain" else NOISY, batch)
     oracle = engine.drafter
     oracle.config = replace(oracle.config, truth=tuple(map(tuple, truth)))

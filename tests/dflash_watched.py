@@ -44,6 +44,9 @@ class Watcher:
     def prefill(self, b, taps):
         self.drafter.prefill(b, taps)
 
+    def plan(self, state):
+        return None  # it asks the host
+
     def propose(self, state):
         hidden, logits = self.drafter.draft(state)
         length, active = self.drafter.cache.length.tolist(), state.active.tolist()

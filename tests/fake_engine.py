@@ -41,6 +41,7 @@ class FakeEngine:
         quantize=None,
         max_seq_len=None,
         max_batch=1,
+        cuda_graphs=True,
         progress=None,
     ):
         self.made.append(self)

@@ -64,6 +64,9 @@ class Scored(Stateless):
         bad = (float("nan"), float("inf"), -float("inf"))[int(position[0, 0]) % 3]
         return logits.masked_fill(spoilt[..., None], bad)
 
+    def plan(self, state):
+        return None  # it asks the host
+
     def propose(self, state):
         logits = self.logits(state).to(self.setup.device)
         shape = (*logits.shape[:2], HIDDEN)

@@ -86,6 +86,7 @@ class Simulation:
         inner = getattr(self.drafter, "drafter", self.drafter)
         for _ in range(rounds):
             drafts = inner.drafts
+            self.drafter.plan(self.state)
             tree = self.drafter.propose(self.state)
             size = tree.token.shape[1]
             self.seconds += self.costs[size] + self.draft * (inner.drafts - drafts)

@@ -46,6 +46,7 @@ def test_chooses_what_trying_every_size_finds(table, sequences):
         full = Drafting(drafter.skill, 64, False, sequences).propose(state)
         brought = {n: float(full.score[:, :n].exp().sum()) for n in costs}  # the root's is 1
         rate = {n: brought[n] / (draft + costs[n]) for n in costs}
+        budget.plan(state)
         got = budget.propose(state).token.shape[1]
         best = max(costs, key=rate.get)
         assert got == (2 if best == 1 else best)  # the first round looks at one node at least
@@ -65,7 +66,7 @@ def test_looks_at_every_size(chances, seconds, size):
     """Beyond a dip; the first of equals. chances: tokens that 1, 2, 4 and 8 more nodes bring"""
     sizes = (1, 2, 4, 8, 16)
     policy = Policy(Costs(dict(zip(sizes, [1, *seconds], strict=True))), 16, timed=False)
-    nodes = Nodes.of(TokenTree.root(torch.zeros(1, dtype=torch.int64)))
+    nodes = Nodes.read(Nodes.packed(TokenTree.root(torch.zeros(1, dtype=torch.int64))))
     policy.calibration.expected = lambda _: np.repeat(np.cumsum([1, *chances]), [1, 1, 2, 4, 8])
     assert policy.choose(nodes) == size
 
@@ -97,7 +98,7 @@ def test_learns_how_often_drafts_come_true(skill, sequences):
     expected = []
     for _ in range(300):
         tree = run.drafter.drafter.propose(run.state)
-        expected.append(float(calibration.expected(Nodes.of(tree))[-1]))
+        expected.append(float(calibration.expected(Nodes.read(Nodes.packed(tree)))[-1]))
         run.run(1, skill)
     drawn = (run.tokens - before) / 300
     assert sum(expected) / 300 == pytest.approx(drawn, rel=0.08)
@@ -118,7 +119,7 @@ def test_counts_by_depth_and_kind():
         score=torch.tensor([[1, 0.5, 0.25, 0.2, 0.05, 0]]).log(),
     )
 
-    calibration, nodes = Calibration(), Nodes.of(tree)
+    calibration, nodes = Calibration(), Nodes.read(Nodes.packed(tree))
     assert calibration.expected(nodes) == pytest.approx([1, 1.5, 1.75, 1.95, 2.0, 2.0])
     path = [[0, 2, -1]]
     calibration.observe(nodes, path)
@@ -209,6 +210,7 @@ def test_no_sequence_running(device):
     state = State(2, 64, CPU)
     budget = AutoBudget(Drafting(Skill(0.5), 64, False, 2), Costs(TABLES["experts"], 0.1))
     for _ in range(5):
+        budget.plan(state)
         tree = budget.propose(state)
         assert (tree.parent == -2).all()
 

@@ -10,7 +10,7 @@ from test_budget import SKILLS
 from test_engine import engine_of, outcome
 
 from kdtree import Costs, DflashConfig, SamplingParams, budget, policy
-from kdtree.budget import AutoBudget, joined
+from kdtree.budget import AutoBudget, Held
 from kdtree.drafters import NoneConfig
 from kdtree.tree import Path
 
@@ -47,7 +47,14 @@ def test_joins_paths_of_one_node():
         length = torch.tensor([n for _, n in rows], dtype=torch.int32)
         return Path(length[:, None] - 1, length, token, token.float(), length < 0)
 
-    got = joined([path((5, 1), (7, 1)), path((6, 1), (8, 1)), path((9, 1), (0, 0))])
+    held = Held()
+    for _ in range(2):  # what was before is no part of it
+        held.clear()
+        for each in path((5, 1), (7, 1)), path((6, 1), (8, 1)), path((9, 1), (0, 0)):
+            held.rounds += 1
+            held.add(each, each.logprob[..., None])
+    got, taps = held.joined()
+    assert taps.tolist() == [[[5.0], [6.0], [9.0]], [[7.0], [8.0], [0.0]]]
     assert got.node.tolist() == [[0, 1, 2], [0, 1, -1]] and got.node.dtype == torch.int32
     assert got.length.tolist() == [3, 2] and got.length.dtype == torch.int32
     assert got.token.tolist() == [[5, 6, 9], [7, 8, 0]] == got.logprob.tolist()

@@ -1,38 +1,202 @@
-"""A round decides everything on the device: it can be captured in a CUDA graph and replayed."""
+"""Rounds replayed from CUDA graphs are the eager ones: the cache, the tokens, bit for bit."""
+
+import time
+import warnings
 
 import pytest
 import torch
-from test_engine import engine_of
+from test_engine import GarbageConfig, engine_of, latents, outcome
 
-from kdtree import DflashConfig, NgramConfig, OracleConfig, SamplingParams
-from kdtree.phases import Phases
+from kdtree import Costs, DflashConfig, Engine, NgramConfig, NumericsError, SamplingParams
+from kdtree.drafters.ngram import Ngram
+from kdtree.graphs import Graphs
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+KINDS = {
+    "none": "none",
+    "ngram": NgramConfig(),
+    "dflash": DflashConfig(),
+    "dflash2": DflashConfig(),
+}
+COSTS = Costs({1: 1.0, 2: 1.04, 4: 1.1, 8: 1.3}, 0.2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-@pytest.mark.parametrize("kind", ["none", "ngram", "oracle", "dflash", "dflash2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("temperature, cache", [(0.0, "auto"), (1.0, "auto"), (1.0, "fp8")])
-def test_replayed_rounds_emit_what_eager_rounds_emit(kind, dtype, temperature, cache):
-    prompt = [5, 9, 2, 77, 31] * 5
-    params = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
+def engines(kind, dtype, batch, budget, **more):
+    """One that launches op by op, and one that replays."""
     name = kind if kind.startswith("dflash") else "base"
-    fp8 = {"kv_cache_dtype": cache}
-    want = engine_of(name, "cuda", dtype, **fp8).generate(prompt, params).token_ids
-    truth = OracleConfig((tuple(prompt + want),), 0.6, depth=9)
-    drafter = {"none": "none", "ngram": NgramConfig(), "oracle": truth}.get(kind, DflashConfig())
-    budget = "auto" if kind == "none" else 7  # to choose it, the host reads
-    engine = engine_of(name, "cuda", dtype, drafter, budget=budget, **fp8)
-    untimed = Phases(torch.device("cpu"))
-    with torch.no_grad():
-        _, requests = engine._requests([prompt], [params], False)
-        engine._start(0, requests[0])
+    budget = "auto" if kind == "none" else budget
+    return [
+        engine_of(name, "cuda", dtype, KINDS[kind], batch, budget=budget, cuda_graphs=on, **more)
+        for on in (False, True)
+    ]
+
+
+def call(number, temperature):
+    """Inputs of one call: other prompts, lengths and seeds each time."""
+    rng = torch.Generator().manual_seed(number)
+    count = 1 + number % 5
+    lengths = torch.randint(1, 90, (count,), generator=rng).tolist()
+    prompts = [torch.randint(331, (7,), generator=rng).repeat(13)[:n].tolist() for n in lengths]
+    most = torch.randint(20, 110, (count,), generator=rng).tolist()
+    params = [
+        SamplingParams(max_tokens=n, temperature=temperature, seed=number * 9 + i, ignore_eos=True)
+        for i, n in enumerate(most)
+    ]
+    return prompts, params
+
+
+def assert_left_alike(a: Engine, b: Engine) -> None:
+    """Whole cache, positions and tokens of every sequence."""
+    assert torch.equal(a.cache.context, b.cache.context)
+    assert torch.equal(a.state.length, b.state.length)
+    for i, (known, rows) in enumerate(zip(a.state.length, a.cache.context, strict=True)):
+        assert torch.equal(a.state.token[i, :known], b.state.token[i, :known])
+        assert torch.equal(latents(a, i, int(rows)), latents(b, i, int(rows)))
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "kind, rounds", [("none", 1000), ("ngram", 1000), ("dflash", 1000), ("dflash2", 100)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_thousand_rounds(kind, dtype, batch, temperature, rounds):
+    """Call by call the same, and what the sequences left is the same."""
+    eager, graphed = engines(kind, dtype, batch, 7)
+    done = number = 0
+    while done < rounds:
+        prompts, params = call(number, temperature)
+        want = eager.generate(prompts, params)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = graphed.generate(prompts, params)
+        assert outcome(got) == outcome(want)
+        assert [r.metrics.histogram for r in got] == [r.metrics.histogram for r in want]
+        assert_left_alike(graphed, eager)
+        done += sum(r.metrics.rounds for r in got)
+        number += 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", ["ngram", "dflash"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_budgets_that_are_chosen_each_round(kind, batch):
+    eager, graphed = engines(kind, "float32", batch, COSTS)
+    for number in range(5):
+        prompts, params = call(number, 0.7 * (number % 2))
+        want, got = eager.generate(prompts, params), graphed.generate(prompts, params)
+        assert outcome(got) == outcome(want)
+    assert len(graphed.drafter.chosen) > 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", ["none", "ngram", "dflash"])
+def test_latents_in_fp8(kind):
+    eager, graphed = engines(kind, "bfloat16", 2, 7, kv_cache_dtype="fp8")
+    for number in range(5):
+        prompts, params = call(number, 0.7 * (number % 2))
+        want, got = eager.generate(prompts, params), graphed.generate(prompts, params)
+        assert outcome(got) == outcome(want)
+        assert_left_alike(graphed, eager)
+
+
+@needs_cuda
+def test_what_a_call_asks_beside_tokens():
+    """Log-probabilities, trees, masked tokens: in graphs of their own."""
+    eager, graphed = engines("ngram", "bfloat16", 2, 7)
+    for number in range(8):
+        prompts, params = call(number, 0.0)
+        params = [
+            SamplingParams(max_tokens=30, logprobs=number % 4, min_tokens=9 * (number % 2),
+                           stop_token_ids=tuple(range(100)), ignore_eos=True)
+        ] * len(params)  # fmt: skip
+        traced = number % 3 == 0
+        want, got = (e.generate(prompts, params, trace=traced) for e in (eager, graphed))
+        assert outcome(got) == outcome(want)
+        assert [r.completions[0].trace for r in got] == [r.completions[0].trace for r in want]
+
+
+@needs_cuda
+def test_a_stream_that_is_closed_with_a_round_on_its_way():
+    eager, graphed = engines("dflash", "float32", 1, 7)
+    prompts, params = call(6, 1.0)
+    want = eager.generate(prompts[0], params[0])
+    for taken in (1, 2, 3, 4, 17, 18):
+        stream = graphed.stream(prompts[1], params[1])
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert outcome([graphed.generate(prompts[0], params[0])]) == outcome([want])
+
+
+class Asking(Ngram):
+    """Says that a graph may take its place, although it asks the host."""
+
+    def propose(self, state):
+        assert state.length.tolist()
+        return super().propose(state)
+
+
+@needs_cuda
+def test_what_cannot_be_captured_runs_op_by_op(monkeypatch):
+    eager, graphed = engines("ngram", "float32", 1, 7)
+    monkeypatch.setattr(graphed.drafter, "__class__", Asking)
+    (prompt, *_), (params, *_) = call(5, 0.0)
+    with pytest.warns(UserWarning, match="goes on without CUDA graphs: ") as said:
         for _ in range(2):
-            engine._round(untimed, False, 0)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            engine._round(untimed, False, 0)
-        for _ in range(90):
-            graph.replay()
-    assert not engine.state.active.any()
-    assert engine.state.length.tolist() == [len(prompt) + 90]
-    assert engine.state.token[0, : len(prompt) + 90].tolist() == prompt + want
+            got = graphed.generate([prompt], [params])
+            assert outcome(got) == outcome(eager.generate([prompt], [params]))
+    assert len(said) == 1
+
+
+@needs_cuda
+def test_host_drafters_and_non_finite_logits():
+    """A drafter without a plan is called every round; an error says where it was."""
+    engine = engine_of("base", "cuda", "float32", GarbageConfig(), budget=5)
+    free = engine.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True)).token_ids
+    assert engine.drafter.plan(engine.state) is None
+    graphed = engine_of("base", "cuda", "float32")
+    assert (
+        graphed.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True)).token_ids == free
+    )
+    fresh = next(i for i, token in enumerate(free) if token not in free[:i] and i > 3)
+    graphed.model.embed_tokens[free[fresh]] = float("nan")
+    with pytest.raises(NumericsError) as error:
+        graphed.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert (error.value.step, error.value.position) == (fresh + 1, 2 + fresh + 1)
+
+
+@needs_cuda
+def test_phases_of_a_replay():
+    """They are the device's, and all that a round takes there."""
+    engine = engine_of("base", "cuda", "float32", "ngram", budget=7)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    engine.generate([7, 8, 9], params)
+    began = time.perf_counter()
+    phases = engine.generate([7, 8, 9], params).metrics.phases
+    assert set(phases) == {"draft", "forward", "verify", "commit"}
+    assert all(seconds > 0 for seconds in phases.values())
+    assert sum(phases.values()) < 2 * (time.perf_counter() - began)
+
+
+@needs_cuda
+def test_memory_goes_with_the_graphs():
+    def one():
+        graphs, x = Graphs(torch.device("cuda")), torch.zeros(1 << 24, device="cuda")
+        for _ in range(3):
+            graphs("key", lambda: (x + 1).sum() * torch.ones_like(x))
+
+    one()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(3):
+        one()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+
+def test_without_cuda_work_runs_as_it_is():
+    runs, graphs = [], Graphs(torch.device("cpu"))
+    assert [graphs("key", lambda: runs.append(1) or len(runs)) for _ in range(3)] == [1, 2, 3]
+    assert graphs.steady and not graphs.on

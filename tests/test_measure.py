@@ -21,7 +21,7 @@ def test_a_slow_draft_is_seen(device, monkeypatch):
         return propose(state)
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
-    costs = measure(engine.model, engine.cache, engine.state, engine.drafter)
+    costs = measure(engine.model, engine.cache, engine.state, engine.drafter, False)
     assert costs.draft >= 0.05
 
 
@@ -56,7 +56,7 @@ def test_times_full_trees_after_one_context(device):
             return engine.model(step, cache, taps)
 
     drafter = Drafting(Skill(0.5), 64, False, 2).to(device)
-    measure(Watched(), engine.cache, engine.state, drafter)
+    measure(Watched(), engine.cache, engine.state, drafter, False)
     # Those of 8 are with a draft.
     [timed] = [sizes for sizes in seen.values() if list(sizes) != [8]]
     assert set(timed) == set(sizes_up_to(64)) - {1} and all(timed.values())

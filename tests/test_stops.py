@@ -121,7 +121,7 @@ def test_stop_string_beside_other_ends(kind, device):
 
 def test_end_of_sequence_has_no_stop_reason(device):
     """Where the model's own end is drawn; it is the last token, and no text."""
-    engine = engine_of(device)
+    engine = engine_of(device, cuda_graphs=False)
     eos = engine.config.eos_ids[0]
     free = alone(device, STORY).token_ids
     logits = engine.model.logits

@@ -8,6 +8,7 @@ from kdtree import options as limits
 from kdtree.checks import shown
 from kdtree.drafters import DrafterConfig
 from kdtree.drafters.dflash import BESIDE
+from kdtree.tree import MAX_NODES
 from kdtree.weights import Progress
 
 
@@ -112,6 +113,15 @@ def _model(arguments: argparse.Namespace) -> dict:
 def _budget(text: str) -> int | str:
     """Nodes, or "auto"."""
     return text if text == "auto" else whole(text)
+
+
+def nodes(text: str) -> list[int]:
+    """Sizes of trees, ascending: "1,8,16"."""
+    allowed = {str(size): size for size in range(1, MAX_NODES + 1)}
+    words = {word.strip() for word in text.split(",")}
+    if not words <= allowed.keys():
+        raise ValueError(f"nodes is {shown(text)}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
+    return sorted(allowed[word] for word in words)
 
 
 def whole(text: str) -> int:

@@ -1,6 +1,7 @@
 """The drafters' protocol, and the tree that grows from what a drafter scored."""
 
 import pathlib
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -54,6 +55,13 @@ class Drafter(Protocol):
     def prefill(self, b: int, taps: Tensor | None) -> None:
         """A chunk of sequence b's prompt was committed. taps: [1, n, len(taps) * D] of its rows"""
 
+    def plan(self, state: State) -> Hashable | None:
+        """What the host decides of the round to come, before its tree is asked for.
+
+        In rounds of equal plans `propose` and `commit` launch the same work on the same tensors, so
+        that a CUDA graph may take their place; None where they have to be called.
+        """
+
     def propose(self, state: State) -> TokenTree:
         """A tree of N nodes for every sequence; padding where it is inactive."""
 
@@ -77,6 +85,7 @@ class Stateless:
     """What a drafter that keeps nothing between rounds shares."""
 
     taps: tuple[int, ...] = ()
+    nodes: int
 
     def bind(self, model: Deepseek) -> None:
         pass
@@ -86,6 +95,9 @@ class Stateless:
 
     def prefill(self, b: int, taps: Tensor | None) -> None:
         pass
+
+    def plan(self, state: State) -> Hashable | None:
+        return self.nodes  # all else is decided on the device
 
     def commit(self, path: Path, taps: Tensor | None) -> None:
         pass

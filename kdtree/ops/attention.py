@@ -1,4 +1,4 @@
-"""The model's attention: MLA in absorbed form, over a paged cache of latents."""
+"""The model's attention: MLA over a paged cache of latents, and over keys and values made of it."""
 
 from torch import Tensor
 from torch.library import register_fake
@@ -81,6 +81,36 @@ def mla_attention(
 @register_fake("kdtree::mla_attention")
 def _(q, cache, block_table, context, ancestors, latent, scale):
     return q.new_empty((*q.shape[:3], latent))
+
+
+def mla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_rope: Tensor,
+    rope: Tensor,
+    interleaved: bool,
+    scale: float,
+) -> Tensor:
+    """Attention of a chunk of a prompt in un-absorbed form, causal over context and chunk.
+
+    q: [N, H, P + R], not yet rotated, rows may be strided; float32 or bfloat16
+    k: [H, keys, P], v: [H, keys, V], keys and heads may be strided: of the context, and then of the
+    chunk, the last N of them; row n stands at position keys - N + n
+    k_rope: [keys, R], rotated, rows may be strided: the part that all heads share
+    rope: [positions, R] float32 as in mla_query; interleaved: as there; scale: > 0
+    returns [N, H, V], dtype of q. k, v, k_rope: dtype of q
+    The bits of a row depend on it and on the keys up to its position alone, not on the chunk; but a
+    value that is not finite may spoil the rows up to 127 positions before it.
+    It is fast with 128 + 64 features, values of 128 and bfloat16 on sm_90, where q, k, v, k_rope
+    and their rows must stand on 16 bytes; elsewhere it has a plain form.
+    """
+    return ops.mla_prefill.default(q, k, v, k_rope, rope, interleaved, scale)
+
+
+@register_fake("kdtree::mla_prefill")
+def _(q, k, v, k_rope, rope, interleaved, scale):
+    return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
 def kv_compact(

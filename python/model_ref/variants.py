@@ -144,6 +144,13 @@ VARIANTS = {
         rope_spelling="rope_parameters",
     ),
     "dense": small("no MoE layer at all", 17, {"first_k_dense_replace": 3}),
+    "wide-heads": small(
+        "heads of 128 + 64 and 128 features, latents of 512, no MoE; a prompt of 150 tokens",
+        1,
+        {"first_k_dense_replace": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        prompt=150,
+    ),
     "no-shared": small("n_shared_experts null", 13, {"n_shared_experts": None}),
     "two-shared": small("two shared experts as one wide MLP", 6, {"n_shared_experts": 2}),
     "q-lora-none": small("q_lora_rank null: a single q_proj", 9, {"q_lora_rank": None}),

@@ -144,6 +144,9 @@ class DflashDrafter:
         self.model.extend(self.cache, taps, b, self._start()[only])
         self.cache.length[only] += taps.shape[1]
 
+    def plan(self, state: State) -> int:
+        return self.nodes
+
     def propose(self, state: State) -> TokenTree:
         hidden, logits = self.draft(state)
         score, candidate = self.scorer(logits, hidden, state)

@@ -1,0 +1,65 @@
+"""CUDA graphs: work that is the same on the same tensors, launched at once instead of op by op."""
+
+import gc
+import warnings
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Graphs:
+    """Graphs by key, in one memory pool that goes with them.
+
+    The first call of a key runs its work as it is: what is made only once is made outside of a
+    graph, and nothing is run that nobody asked for. The second captures it, which runs nothing, and
+    replays. What it returned then, later calls return: tensors that the next replay of any of the
+    graphs may overwrite. Where a capture fails, all work runs as it is from then on.
+
+    on: whether there are graphs at all: wanted, and CUDA
+    steady: whether the last call did what the next one of its key will do, so that it can be timed
+    """
+
+    def __init__(self, device: torch.device, wanted: bool = True):
+        self.on = wanted and device.type == "cuda"
+        self.steady = True
+        self._device, self._pool = device, None
+        self._made: dict[Hashable, tuple[torch.cuda.CUDAGraph, object] | None] = {}
+
+    def __call__(self, key: Hashable, work: Callable[[], T]) -> T:
+        """What work() returns. Works of equal keys launch the same kernels on the same tensors."""
+        if not self.on:
+            return work()
+        self.steady = self._made.get(key) is not None
+        if key not in self._made:
+            self._made[key] = None
+            return work()
+        if self._made[key] is None:
+            try:
+                self._made[key] = self._capture(work)
+            except RuntimeError as error:
+                self.on = False
+                self._made.clear()
+                warnings.warn(f"decoding goes on without CUDA graphs: {error}", stacklevel=2)
+                return work()
+        graph, result = self._made[key]
+        with torch.cuda.device(self._device):
+            graph.replay()
+        return result
+
+    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()  # what it frees could call CUDA, which ends a capture
+        try:
+            with torch.cuda.device(self._device):
+                if self._pool is None:
+                    self._pool = torch.cuda.graph_pool_handle()
+                stream = torch.cuda.Stream()
+                with torch.cuda.graph(graph, self._pool, stream, "thread_local"):
+                    return graph, work()
+        finally:
+            if collecting:
+                gc.enable()
