@@ -9,7 +9,7 @@ import torch
 from cases import EPS, Bench, Case, turning
 
 from kdtree import ops
-from kdtree.cache import Step
+from kdtree.cache import Step, fp8_row_bytes
 from kdtree.config import MlaConfig, RopeConfig
 from kdtree.layers import prefill
 
@@ -55,12 +55,19 @@ def mla_attention(b: Bench) -> Iterator[Case]:
                 for tree in (True, False):
                     yield _attention(b, H, S, N, tree)
     yield _attention(b, s.H, s.contexts[0] // 2, s.contexts[0] // 8, tree=False)  # prefill
+    for S in s.cached:
+        for N in s.nodes:
+            yield _attention(b, s.H, S, N, tree=True, fp8=True)
 
 
-def _attention(b: Bench, H: int, S: int, N: int, tree: bool) -> Case:
+def _attention(b: Bench, H: int, S: int, N: int, tree: bool, fp8: bool = False) -> Case:
+    """fp8: latents are cached in FP8; eager torch widens them too."""
     s = b.size
     Z, pages = s.C + s.R, -(-(S + N) // 64)
-    q, caches = b.rand(1, N, H, Z), [b.rand(pages, 64, Z)]
+    q, caches, row = b.rand(1, N, H, Z), [b.rand(pages, 64, Z)], Z * b.e
+    if fp8:
+        row = fp8_row_bytes(s.C, s.R)
+        caches = [eager.fp8_rows(caches[0], s.C, row)]
     if b.device.type == "cuda":
         caches += [caches[0].clone() for _ in range(3)]
     table = b.tensor([list(range(pages))[::-1]])
@@ -70,12 +77,19 @@ def _attention(b: Bench, H: int, S: int, N: int, tree: bool) -> Case:
     context, scale = b.tensor([S]), Z**-0.5
     order = table[0].long()
     run = turning(lambda c: ops.mla_attention(q, c, table, context, words, s.C, scale), caches)
-    plain = turning(lambda c: eager.mla_attention(q, c, order, mask, s.C, scale), caches)
+
+    def eagerly(c):
+        rows = eager.widened(c, s.C, s.R).to(b.dtype) if fp8 else c
+        return eager.mla_attention(q, rows, order, mask, s.C, scale)
+
+    plain = turning(eagerly, caches)
     b.close("mla_attention", run(), plain())
-    moved = ((S + N) * Z + N * H * (Z + s.C)) * b.e
+    moved = (S + N) * row + N * H * (Z + s.C) * b.e
     flops = 2 * H * int(mask.sum()) * (Z + s.C)
     shape = {"B": 1, "H": H, "S": S, "N": N}
-    return Case(shape if tree else shape | {"chain": 1}, run, moved, flops, ("eager", plain))
+    shape |= {} if tree else {"chain": 1}
+    shape |= {"fp8": 1} if fp8 else {}
+    return Case(shape, run, moved, flops, ("eager", plain))
 
 
 def mla_prefill(b: Bench) -> Iterator[Case]:

@@ -87,6 +87,25 @@ def mla_attention(
     return (weights @ keys[:, :latent]).view(1, N, H, latent)
 
 
+def fp8_rows(x: Tensor, C: int, size: int) -> Tensor:
+    """Rows of a cache in FP8, `size` bytes each, of x: [..., C + R]."""
+    latent, rope = x.float()[..., :C], x[..., C:].bfloat16().contiguous().view(torch.uint8)
+    scale = latent.abs().amax(-1, keepdim=True) / 448
+    rows = x.new_zeros((*x.shape[:-1], size), dtype=torch.uint8)
+    rows[..., :C] = (latent / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    rows[..., C : C + 4] = scale.view(torch.uint8)
+    rows[..., C + 16 : C + 16 + rope.shape[-1]] = rope
+    return rows
+
+
+def widened(rows: Tensor, C: int, R: int) -> Tensor:
+    """[..., C + R] float32 of rows of a cache in FP8."""
+    codes, scale = rows[..., :C].contiguous(), rows[..., C : C + 4].contiguous()
+    rope = rows[..., C + 16 : C + 16 + 2 * R].contiguous().view(torch.bfloat16)
+    latent = codes.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)
+    return torch.cat([latent, rope.float()], -1)
+
+
 def mla_prefill(
     q: Tensor, k: Tensor, v: Tensor, k_rope: Tensor, rope: Tensor, scale: float
 ) -> Tensor:

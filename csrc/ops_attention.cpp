@@ -43,6 +43,16 @@ void check_pages(const char* name, const Tensor& t, int64_t dim) {
   require(t.is_contiguous(), name, " must be contiguous");
 }
 
+// Rows of FP8 latents: see attention.h.
+void check_fp8(const Tensor& cache, int64_t C, int64_t R) {
+  require(C % kFp8Align == 0, "the cache's latents are FP8, but have ", C,
+          " features, wants a multiple of ", kFp8Align);
+  require(cache.size(2) == fp8_row_bytes(C, R), "cache has rows of ", cache.size(2),
+          " bytes, wants ", fp8_row_bytes(C, R), " for FP8 latents of ", C, " and ", R, " features");
+  require(reinterpret_cast<uintptr_t>(cache.const_data_ptr()) % kFp8Align == 0,
+          "cache must start at a multiple of ", kFp8Align, " bytes");
+}
+
 void check_table(const Tensor& block_table, int64_t B, const Tensor& like) {
   check_dim("block_table", block_table, 2);
   check("block_table", block_table, {B, block_table.size(1)}, ScalarType::Int, like);
@@ -88,17 +98,20 @@ void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const
                 const Tensor position, const Tensor slot, bool interleaved) {
   check_pages("cache", cache, 3);
   check_rows("kv", kv);
+  check_dim("w", w, 1);
   const int64_t T = kv.size(0);
   check_rope(rope, position, T, cache);
-  const int64_t R = rope.size(1), C = cache.size(2) - R;
-  require(C > 0, "cache has ", cache.size(2), " features, wants more than rope's ", R);
+  const bool fp8 = cache.scalar_type() == ScalarType::Byte;
+  const int64_t R = rope.size(1), C = fp8 ? w.size(0) : cache.size(2) - R;
+  require(C > 0, "cache has ", fp8 ? C + R : cache.size(2), " features, wants more than rope's ", R);
+  if (fp8) check_fp8(cache, C, R);
   require(kv.size(1) == C + R, "kv has shape ", text(kv.sizes()), ", wants [", T, ", ", C + R, "]");
-  require(kv.scalar_type() == cache.scalar_type(), "kv has dtype ", kv.scalar_type(), ", wants ",
-          cache.scalar_type());
+  require(fp8 || kv.scalar_type() == cache.scalar_type(), "kv has dtype ", kv.scalar_type(),
+          ", wants ", cache.scalar_type());
   check_device("kv", kv, cache);
-  check("w", w, {C}, cache.scalar_type(), cache);
+  check("w", w, {C}, kv.scalar_type(), cache);
   check("slot", slot, {T}, ScalarType::Int, cache);
-  const DType dtype = dtype_of("cache", cache);
+  const DType dtype = dtype_of("kv", kv);
   if (T == 0) return;
   run_on<Launch>(cache, MlaAppendParams{
                             .cache = mutable_data(cache),
@@ -114,6 +127,7 @@ void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const
                             .R = extent("rope", R),
                             .positions = extent("rope", rope.size(0)),
                             .eps = static_cast<float>(eps),
+                            .fp8_bytes = fp8 ? extent("cache", cache.size(2)) : 0,
                             .interleaved = interleaved,
                             .dtype = dtype,
                         });
@@ -142,7 +156,9 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
   const int64_t B = q.size(0), N = q.size(1), H = q.size(2), Z = q.size(3);
   check("q", q, {B, N, H, Z}, q.scalar_type(), q);
   check_pages("cache", cache, 3);
-  check("cache", cache, {cache.size(0), kPage, Z}, q.scalar_type(), q);
+  const bool fp8 = cache.scalar_type() == ScalarType::Byte;
+  if (fp8) check_device("cache", cache, q);
+  else check("cache", cache, {cache.size(0), kPage, Z}, q.scalar_type(), q);
   check_table(block_table, B, q);
   check("context", context, {B}, ScalarType::Int, q);
   if (ancestors) {
@@ -150,6 +166,7 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
     require(N <= kMaxNodes, "ancestors has ", N, " nodes, wants at most ", kMaxNodes);
   }
   require(latent > 0 && latent <= Z, "latent is ", latent, ", wants 1 to q's width ", Z);
+  if (fp8) check_fp8(cache, latent, Z - latent);
   require(Z <= kMaxWidth, "q has width ", Z, ", wants at most ", kMaxWidth);
   const int64_t tokens = block_table.size(1) * kPage;
   require(N <= tokens, "block_table holds ", tokens, " tokens, wants at least the ", N, " nodes");
@@ -157,8 +174,10 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
   const DType dtype = dtype_of("q", q);
   if (out.numel() == 0) return out;
   const bool fast = dtype == DType::bf16 && latent == kLatent && Z == kLatent + kRope;
-  const int64_t bytes =
-      q.is_cuda() ? mla_attention_workspace(B, N, H, latent, block_table.size(1), fast) : 0;
+  const int64_t pages = block_table.size(1);
+  const int64_t bytes = !q.is_cuda() ? 0
+                                     : mla_attention_workspace(B, N, H, latent, pages, fast) +
+                                           (fast && fp8 ? widened_bytes(B, pages) : 0);
   const auto workspace = empty(q, {bytes}, ScalarType::Byte);
   run_on<Launch>(q, MlaAttentionParams{
                         .q = data(q),
@@ -176,6 +195,7 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
                         .R = extent("q", Z - latent),
                         .max_pages = extent("block_table", block_table.size(1)),
                         .scale = static_cast<float>(scale),
+                        .fp8_bytes = fp8 ? extent("cache", cache.size(2)) : 0,
                         .dtype = dtype,
                     });
   return out;

@@ -21,12 +21,12 @@ KINDS = {
 COSTS = Costs({1: 1.0, 2: 1.04, 4: 1.1, 8: 1.3}, 0.2)
 
 
-def engines(kind, dtype, batch, budget):
+def engines(kind, dtype, batch, budget, **more):
     """One that launches op by op, and one that replays."""
     name = kind if kind.startswith("dflash") else "base"
     budget = "auto" if kind == "none" else budget
     return [
-        engine_of(name, "cuda", dtype, KINDS[kind], batch, budget=budget, cuda_graphs=on)
+        engine_of(name, "cuda", dtype, KINDS[kind], batch, budget=budget, cuda_graphs=on, **more)
         for on in (False, True)
     ]
 
@@ -88,6 +88,17 @@ def test_budgets_that_are_chosen_each_round(kind, batch):
         want, got = eager.generate(prompts, params), graphed.generate(prompts, params)
         assert outcome(got) == outcome(want)
     assert len(graphed.drafter.chosen) > 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", ["none", "ngram", "dflash"])
+def test_latents_in_fp8(kind):
+    eager, graphed = engines(kind, "bfloat16", 2, 7, kv_cache_dtype="fp8")
+    for number in range(5):
+        prompts, params = call(number, 0.7 * (number % 2))
+        want, got = eager.generate(prompts, params), graphed.generate(prompts, params)
+        assert outcome(got) == outcome(want)
+        assert_left_alike(graphed, eager)
 
 
 @needs_cuda

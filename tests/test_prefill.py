@@ -6,6 +6,7 @@ same is asked of the absorbed one.
 
 import pytest
 import torch
+from fp8_rows import quantised, widened
 from model_run import assert_near
 from scored import ScoredConfig
 from test_engine import engine_of, latents, outcome, poison
@@ -127,6 +128,32 @@ def test_same_prompt_same_bits(dtype, device, monkeypatch):
         engine = engine_of(NAME, device, dtype, drafter, budget=12)
         assert engine.generate(prompt, params).token_ids == want.token_ids
         assert torch.equal(latents(engine, 0, len(prompt) + 29), cached)
+
+
+def test_rows_in_fp8_are_widened_as_decoding_has_them(device, rng):
+    """In runs of pages, whatever stands behind a row's scale."""
+    c = engine_of("base", torch.device("cpu"), "float32").config.mla
+    pages = 2 * prefill.RUN + 3
+    rows = quantised(torch.randn(pages, PAGE, 80, generator=rng), 64).to(device)
+    table = torch.randperm(pages, generator=rng).int()[: pages - 1].to(device)
+    out = torch.zeros(pages - 1, PAGE, 80, dtype=torch.bfloat16, device=device)
+    prefill._widen(rows, table, c, out)
+    want = widened(rows[table.long()], 64, 16).float().bfloat16()
+    assert torch.equal(out.cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8(dtype, device, monkeypatch):
+    """AR and draft trees agree after a prompt of several chunks, whose rows have the same bits."""
+    monkeypatch.setitem(PREFILL, device.type, ROWS)
+    prompt, params = prompt_of(), SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True)
+    plain = engine_of(NAME, device, dtype, kv_cache_dtype="fp8")
+    want = plain.generate(prompt, params)
+    drafter = OracleConfig((tuple(prompt + want.token_ids),), 0.6, depth=9)
+    engine = engine_of(NAME, device, dtype, drafter, budget=12, kv_cache_dtype="fp8")
+    assert engine.generate(prompt, params).token_ids == want.token_ids
+    tokens = len(prompt) + 29
+    assert torch.equal(latents(engine, 0, tokens), latents(plain, 0, tokens))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

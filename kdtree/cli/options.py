@@ -23,6 +23,7 @@ def add_engine(parser: argparse.ArgumentParser, budget: int | str | None = "auto
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8 for e4m3 latents")
     parser.add_argument("--quantize", help="int4: quantise routed experts while loading")
     parser.add_argument(
         "--budget", type=_budget, default=budget, metavar="N", help="draft nodes a round, or auto"
@@ -105,7 +106,7 @@ def is_oracle(name: str) -> bool:
 
 
 def _model(arguments: argparse.Namespace) -> dict:
-    names = ("device", "dtype", "quantize", "max_seq_len")
+    names = ("device", "dtype", "kv_cache_dtype", "quantize", "max_seq_len")
     return {name: getattr(arguments, name) for name in names}
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kdtree.checks import whole
 from kdtree.cli import options, units
+from kdtree.options import fp8_cache
 from kdtree.plan import Machine, Plan, Source, formulas, make_plan, read
 from kdtree.plan.slice import ASSUMED, Projected, project, read_slice
 from kdtree.plan.tensors import PARTS
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize", choices=("int4",), help="routed experts to INT4 when they are loaded"
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8 for e4m3 latents")
     parser.add_argument(
         "--slice", type=Path, metavar="FILE", help="steps by a result of bench --shape as well"
     )
@@ -62,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     nodes = options.nodes(arguments.nodes)
     source = read(arguments.model)
+    fp8 = fp8_cache(arguments.kv_cache_dtype, source.config)
     measured = arguments.slice and read_slice(arguments.slice)
     context = arguments.context
     if context is None:
@@ -74,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         context=whole("context", context, 1),
         nodes=nodes,
         int4=arguments.quantize == "int4",
+        fp8=fp8,
     )
     projected = project(source.config, made, measured) if measured else []
     if arguments.json:
@@ -102,6 +106,7 @@ def _facts(path: Path, source: Source, made: Plan, projected: list[Projected]) -
         "rank_bytes": made.rank_bytes,
         "skipped_bytes": _skipped(source),
         "cache_bytes_per_token": made.cache_bytes,
+        "kv_cache_dtype": "fp8" if made.fp8 else "auto",
         "context": made.context,
         "longest_context": made.longest,
         "machine": asdict(made.machine),
@@ -131,8 +136,9 @@ def _show(path: Path, source: Source, made: Plan, projected: list[Projected]) ->
         console.print(f"{line} (see kdtree inspect)", style="bold yellow")
     console.print(f"On {gpus} GPU{'s' * (gpus > 1)} of {memory}")
     console.print(_parts(made))
+    stored = "FP8" if made.fp8 else "bfloat16"
     console.print(
-        f"KV cache: {made.cache_bytes:,} bytes a token on every rank, in bfloat16"
+        f"KV cache: {made.cache_bytes:,} bytes a token on every rank, in {stored}"
         + ("; latents are shared by all heads, so ranks do not divide it" if gpus > 1 else "")
     )
     console.print(_fit(source, made))

@@ -45,7 +45,7 @@ class Mla(nn.Module):
         self.unabsorbs = unabsorbs(c, self.w_uk)
 
     def forward(self, x: Tensor, rope: Tensor, step: Step, cache: Tensor) -> Tensor:
-        """x: [T, D], normed; rope: [positions, R]; cache: [pages, 64, C + R]; returns [T, D]."""
+        """x: [T, D], normed; rope: [positions, R]; cache: the layer's rows; returns [T, D]."""
         c, position = self.config, step.position.flatten()
         query, latent = self.qkv_a_proj(x).split([self.split, c.kv_lora_rank + c.rope], 1)
         if self.q_b_proj:

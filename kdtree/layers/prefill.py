@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from kdtree import ops
-from kdtree.cache import PAGE, Step, require_room
+from kdtree.cache import PAGE, Step, fp8_parts, require_room
 from kdtree.config import MlaConfig
 
 ROOM = 2**30  # bytes of the keys and values that there are at a time: of a slice of the heads
+RUN = 64  # pages of a cache in FP8 that are widened at a time: 4096 tokens
 FAST = (128, 64, 128)  # nope, rope and value widths that ops.mla_prefill has tensor cores for
 
 
@@ -40,10 +41,13 @@ def attend(
     """
     assert step.start is not None and step.token.shape[0] == 1
     keys, table = step.start + len(query), step.block_table[0]
-    latents, scratch = _memory(table.shape[0], cache, c)
+    latents, scratch = _memory(table.shape[0], query, c)
     pages = table[: -(-keys // PAGE)]
-    whole, found = (x.flatten(1).view(torch.int64) for x in (cache, latents[: len(pages)]))
-    torch.index_select(whole, 0, pages, out=found)  # four features at once
+    if cache.dtype == torch.uint8:
+        _widen(cache, pages, c, latents[: len(pages)])
+    else:
+        whole, found = (x.flatten(1).view(torch.int64) for x in (cache, latents[: len(pages)]))
+        torch.index_select(whole, 0, pages, out=found)  # four features at once
     latent, k_rope = latents.flatten(0, 1)[:keys].split([c.kv_lora_rank, c.rope], 1)
     values = []
     for heads in _slices(c.heads, keys * (c.nope + c.value) * scratch.itemsize):
@@ -54,22 +58,36 @@ def attend(
     return values[0] if len(values) == 1 else torch.cat(values, 1)
 
 
-def _memory(pages: int, cache: Tensor, c: MlaConfig) -> tuple[Tensor, Tensor]:
+def _widen(cache: Tensor, pages: Tensor, c: MlaConfig, out: Tensor) -> None:
+    """The rows of some pages of a cache in FP8, as decoding reads them: rounded to bfloat16.
+
+    out: [pages, 64, C + R]; a run of pages at a time, because latents are float32 on their way
+    """
+    C, R = c.kv_lora_rank, c.rope
+    for run, to in zip(pages.split(RUN), out.split(RUN), strict=True):
+        codes, scale, rope = fp8_parts(cache.index_select(0, run), C, R)
+        to[..., :C] = codes.float() * scale
+        to[..., C:] = rope
+
+
+def _memory(pages: int, like: Tensor, c: MlaConfig) -> tuple[Tensor, Tensor]:
     """Room for the longest context's latents [pages, 64, C + R], and for keys and values.
 
+    like: of their device and dtype
     One block, of the same size for every chunk and layer, so that torch's allocator finds it again.
     Raises CapacityError where the device has not the memory.
     """
-    latents = pages * cache[0].numel()
+    row = c.kv_lora_rank + c.rope
+    latents = pages * PAGE * row
     head = pages * PAGE * (c.nope + c.value)
-    scratch = min(c.heads * head, max(head, ROOM // cache.itemsize))
+    scratch = min(c.heads * head, max(head, ROOM // like.itemsize))
     size = latents + scratch
     try:
-        block = cache.new_empty(size)
+        block = like.new_empty(size)
     except torch.OutOfMemoryError:
-        require_room("a chunk of a prompt", size * cache.itemsize, cache.device)
+        require_room("a chunk of a prompt", size * like.itemsize, like.device)
         raise
-    return block[:latents].view(pages, *cache.shape[1:]), block[latents:]
+    return block[:latents].view(pages, PAGE, row), block[latents:]
 
 
 def _slices(heads: int, head_bytes: int) -> list[slice]:

@@ -37,9 +37,10 @@ def mla_append(
 ) -> None:
     """Writes each row's normed latent and rotated rope part into the cache, in place.
 
-    cache: [pages, 64, C + R], contiguous; float32 or bfloat16
-    kv: [T, C + R], rows contiguous, dtype of cache
-    w: [C], dtype of cache, the latent norm's weight
+    cache: [pages, 64, C + R], contiguous; float32 or bfloat16. Or FP8, C a multiple of 16: uint8
+    [pages, 64, bytes], rows as csrc/attention.h has them (kdtree.cache.fp8_row_bytes)
+    kv: [T, C + R], rows contiguous, dtype of cache; float32 or bfloat16 beside FP8
+    w: [C], dtype of kv, the latent norm's weight
     rope: [positions, R] float32 as in mla_query; position: [T] int32
     slot: [T] int32, page * 64 + offset, distinct; a row whose slot is negative or beyond the cache
     is padding and skipped
@@ -64,7 +65,8 @@ def mla_attention(
     """Verify attention: every tree node attends to the context and to its own ancestors.
 
     q: [B, N, H, C + R] from mla_query, C + R <= 768; float32 or bfloat16
-    cache: [pages, 64, C + R], dtype of q, holding the context's rows and the nodes' own
+    cache: [pages, 64, C + R], dtype of q, holding the context's rows and the nodes' own; or FP8, as
+    in mla_append
     block_table: [B, max_pages] int32, the page of each run of 64 tokens of a sequence
     context: [B] int32, committed tokens before the root; the table holds the N slots behind them
     ancestors: [B, N] int64, bit m set for node m an ancestor or self, 0 at padded rows (N <= 64,

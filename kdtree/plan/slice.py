@@ -57,6 +57,7 @@ def project(config: ModelConfig, made: Plan, slice_: dict[str, Any]) -> list[Pro
     experts = [part.held_as for part in made.parts if part.part == ROUTED]
     for name, ours, its in (
         ("dimensions", identity(config), slice_["identity"]),
+        ("cached latents", made.fp8, False),
         ("tokens of context", made.context, slice_["context"]),
         ("routed experts", experts, [held] if experts else []),
     ):

@@ -100,6 +100,7 @@ class Variant:
     embed_std: float = 1.0
     logit_std: float = 2.5
     latent_gain: float = 1.0  # of the latents before their norms
+    kv_cache_dtype: str = "auto"  # or fp8: latents are read from e4m3
     router_gain: float = 1.5  # sigma of the router's logits
     bias: tuple[float, float] = (0.0, 0.15)  # mean and sigma of e_score_correction_bias
 
@@ -225,6 +226,7 @@ VARIANTS = {
         {"hidden_size": 192, "intermediate_size": 144, "moe_intermediate_size": 160},
         format="fp8",
     ),
+    "fp8-cache": small("latents cached in e4m3, a scale each", 18, kv_cache_dtype="fp8"),
     "f16": small("float16", 0, format="f16"),
     "vocab-odd": small("509 words", 32, {"vocab_size": 509}),
     "norm-tiny": small(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_case import random_case
+from fp8_rows import quantised
 
 from kdtree import ops
 
@@ -44,8 +45,10 @@ def bits() -> str:
     y = ops.moe_experts(rand(T, D), ids, weights, up, down, up_scale, down_scale)
     sums.update(y.float().cpu().numpy().tobytes())
     for context, N, H in (([300, 5], 12, 20), ([5000], 3, 64), ([4600], 40, 8)):
-        y = random_case(context, N, H, 512, 64, torch.bfloat16, rng).to("cuda").run()
-        sums.update(y.float().cpu().numpy().tobytes())
+        case = random_case(context, N, H, 512, 64, torch.bfloat16, rng)
+        for cache in (case.cache, quantised(case.cache, 512)):
+            case.cache = cache
+            sums.update(case.to("cuda").run().float().cpu().numpy().tobytes())
     return sums.hexdigest()
 
 

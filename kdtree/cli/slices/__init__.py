@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in OTHERS:
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no option of a slice (--shape)")
+    if arguments.kv_cache_dtype != "auto":
+        raise ValueError("--kv-cache-dtype is no option of a slice (--shape)")
     nodes = options.nodes(arguments.nodes or NODES)
     device = limits.device(arguments.device)
     dtype = limits.dtype(arguments.dtype, device)
