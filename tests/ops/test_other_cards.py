@@ -13,7 +13,7 @@ from attention_case import random_case
 from kdtree import ops
 
 HERE = Path(__file__).parent
-NAMES = "linear", "int4_linear", "moe_experts_forms", "mla_attention_latent", "mla_prefill"
+NAMES = "linear", "int4_linear", "moe_experts_forms", "mla_attention_latent"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
