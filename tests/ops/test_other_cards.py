@@ -14,7 +14,7 @@ from fp8_rows import quantised
 from kdtree import ops
 
 HERE = Path(__file__).parent
-NAMES = "linear", "int4_linear", "moe_experts_forms", "mla_attention_latent", "mla_prefill"
+NAMES = "linear", "int4_linear", "moe_experts_forms", "mla_attention_latent"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
