@@ -9,6 +9,9 @@ import torch
 from cases import EPS, Bench, Case, turning
 
 from kdtree import ops
+from kdtree.cache import Step, fp8_row_bytes
+from kdtree.config import MlaConfig, RopeConfig
+from kdtree.layers import prefill
 
 
 def mla_query(b: Bench) -> Iterator[Case]:
@@ -52,12 +55,19 @@ def mla_attention(b: Bench) -> Iterator[Case]:
                 for tree in (True, False):
                     yield _attention(b, H, S, N, tree)
     yield _attention(b, s.H, s.contexts[0] // 2, s.contexts[0] // 8, tree=False)  # prefill
+    for S in s.cached:
+        for N in s.nodes:
+            yield _attention(b, s.H, S, N, tree=True, fp8=True)
 
 
-def _attention(b: Bench, H: int, S: int, N: int, tree: bool) -> Case:
+def _attention(b: Bench, H: int, S: int, N: int, tree: bool, fp8: bool = False) -> Case:
+    """fp8: latents are cached in FP8; eager torch widens them too."""
     s = b.size
     Z, pages = s.C + s.R, -(-(S + N) // 64)
-    q, caches = b.rand(1, N, H, Z), [b.rand(pages, 64, Z)]
+    q, caches, row = b.rand(1, N, H, Z), [b.rand(pages, 64, Z)], Z * b.e
+    if fp8:
+        row = fp8_row_bytes(s.C, s.R)
+        caches = [eager.fp8_rows(caches[0], s.C, row)]
     if b.device.type == "cuda":
         caches += [caches[0].clone() for _ in range(3)]
     table = b.tensor([list(range(pages))[::-1]])
@@ -67,12 +77,51 @@ def _attention(b: Bench, H: int, S: int, N: int, tree: bool) -> Case:
     context, scale = b.tensor([S]), Z**-0.5
     order = table[0].long()
     run = turning(lambda c: ops.mla_attention(q, c, table, context, words, s.C, scale), caches)
-    plain = turning(lambda c: eager.mla_attention(q, c, order, mask, s.C, scale), caches)
+
+    def eagerly(c):
+        rows = eager.widened(c, s.C, s.R).to(b.dtype) if fp8 else c
+        return eager.mla_attention(q, rows, order, mask, s.C, scale)
+
+    plain = turning(eagerly, caches)
     b.close("mla_attention", run(), plain())
-    moved = ((S + N) * Z + N * H * (Z + s.C)) * b.e
+    moved = (S + N) * row + N * H * (Z + s.C) * b.e
     flops = 2 * H * int(mask.sum()) * (Z + s.C)
     shape = {"B": 1, "H": H, "S": S, "N": N}
-    return Case(shape if tree else shape | {"chain": 1}, run, moved, flops, ("eager", plain))
+    shape |= {} if tree else {"chain": 1}
+    shape |= {"fp8": 1} if fp8 else {}
+    return Case(shape, run, moved, flops, ("eager", plain))
+
+
+def mla_prefill(b: Bench) -> Iterator[Case]:
+    """A chunk after each context: the op alone, and as a layer calls it, from the latents on."""
+    s = b.size
+    for H in dict.fromkeys((s.H, 8)):
+        for S in (0, *s.contexts):
+            yield from _prefill(b, H, S, s.prefill)
+
+
+def _prefill(b: Bench, H: int, S: int, N: int) -> Iterator[Case]:
+    s, keys = b.size, S + N
+    heads = MlaConfig(H, None, s.C, s.P, s.R, s.P, EPS, RopeConfig(1e4, False, None))
+    q, w_uk = b.rand(N, H, s.P + s.R), b.rand(H, s.C, s.P, scale=s.C**-0.5)
+    w_uv, cache = b.rand(H, s.P, s.C, scale=s.C**-0.5), b.rand(-(-keys // 64), 64, s.C + s.R)
+    table, angle = b.tensor([range(len(cache))]), torch.rand(keys, s.R // 2, device=b.device)
+    rope = torch.cat([angle.cos(), angle.sin()], 1)
+    token = torch.zeros(1, N, device=b.device)
+    step = Step(token, token, token, None, table, token, start=S)
+    latent, k_rope = cache.flatten(0, 1)[:keys].split([s.C, s.R], 1)
+    k, v = latent.expand(H, keys, s.C) @ w_uk, latent.expand(H, keys, s.C) @ w_uv.mT
+    run = partial(ops.mla_prefill, q, k, v, k_rope, rope, False, heads.scale)
+    plain = partial(eager.mla_prefill, q, k, v, k_rope, rope, heads.scale)
+    whole = partial(prefill.attend, q, w_uk, w_uv, rope, step, cache, heads)
+    want = plain()
+    b.close("mla_prefill", run(), want)
+    b.close("mla_prefill", whole(), want)
+    shape = {"H": H, "S": S, "N": N}
+    flops = 2 * H * (N * S + N * (N + 1) // 2) * (2 * s.P + s.R)
+    moved = (H * (keys + N) * 2 * s.P + keys * s.R) * b.e
+    yield Case(shape, run, moved, flops, ("sdpa", plain))
+    yield Case(shape | {"latents": 1}, whole, moved, flops, weights=b.name)
 
 
 def _ancestors(N: int) -> tuple[list[int], np.ndarray]:

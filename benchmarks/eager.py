@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -84,6 +85,39 @@ def mla_attention(
     scores = (q[0] @ keys.T).float() * scale
     weights = scores.masked_fill_(~mask[:, None], float("-inf")).softmax(-1).to(q.dtype)
     return (weights @ keys[:, :latent]).view(1, N, H, latent)
+
+
+def fp8_rows(x: Tensor, C: int, size: int) -> Tensor:
+    """Rows of a cache in FP8, `size` bytes each, of x: [..., C + R]."""
+    latent, rope = x.float()[..., :C], x[..., C:].bfloat16().contiguous().view(torch.uint8)
+    scale = latent.abs().amax(-1, keepdim=True) / 448
+    rows = x.new_zeros((*x.shape[:-1], size), dtype=torch.uint8)
+    rows[..., :C] = (latent / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    rows[..., C : C + 4] = scale.view(torch.uint8)
+    rows[..., C + 16 : C + 16 + rope.shape[-1]] = rope
+    return rows
+
+
+def widened(rows: Tensor, C: int, R: int) -> Tensor:
+    """[..., C + R] float32 of rows of a cache in FP8."""
+    codes, scale = rows[..., :C].contiguous(), rows[..., C : C + 4].contiguous()
+    rope = rows[..., C + 16 : C + 16 + 2 * R].contiguous().view(torch.bfloat16)
+    latent = codes.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)
+    return torch.cat([latent, rope.float()], -1)
+
+
+def mla_prefill(
+    q: Tensor, k: Tensor, v: Tensor, k_rope: Tensor, rope: Tensor, scale: float
+) -> Tensor:
+    """Torch's own attention, keys put together and values padded as its form wants them."""
+    (N, _, _), (H, keys, P) = q.shape, k.shape
+    position = torch.arange(keys - N, keys, device=q.device)
+    query = torch.cat([q[..., :P], rotate(q[..., P:], rope, position)], -1).transpose(0, 1)
+    key = torch.cat([k, k_rope.expand(H, *k_rope.shape)], -1)
+    mask = causal_lower_right(N, keys)
+    return F.scaled_dot_product_attention(
+        query[None], key[None], v[None], attn_mask=mask, scale=scale
+    )[0].transpose(0, 1)
 
 
 def block_embed(token: Tensor, length: Tensor, table: Tensor, mask: Tensor, slots: int) -> Tensor:

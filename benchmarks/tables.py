@@ -1,7 +1,7 @@
 """Puts results into the documents: what is between two marks there is made anew.
 
-README.md has the engine's figures, docs/scaleup.md some ops' at Kimi-K2.6's dimensions, both as the
-benchmarks wrote them into results/.
+README.md has the engine's figures, docs/scaleup.md some ops' at Kimi-K2.6's dimensions and those of
+slices of large models, all as the benchmarks wrote them into results/.
 """
 
 import itertools
@@ -12,6 +12,9 @@ from pathlib import Path
 from bench_engine import RUNS
 from harness import RESULTS
 
+from kdtree.plan import Machine, make_plan, read
+from kdtree.plan.slice import DENSE, EXPERTS, HEAD, REST, project
+
 ROOT = Path(__file__).parent.parent
 SIDES = {"engine_cpu": "CPU", "engine_cuda": "H200"}  # results file and what it was run on
 NAMES = {
@@ -21,6 +24,8 @@ NAMES = {
     "oracle:1": "oracle always right",
 }
 TREES = {"chain": "chain of {}", "best-first": "tree of {}"}
+SLICES = {"kimi-k2.6": "Kimi-K2.6", "deepseek-v3": "DeepSeek-V3"}  # results file slice_*
+EIGHT = Machine(gpus=8, memory=141e9, reserve=6e9)
 MISSING = "–"
 KIMI: list[tuple[str, dict[str, int]]] = [
     *(("linear", {"T": T, "I": 8192, "O": 7168}) for T in (1, 8, 64)),
@@ -44,9 +49,56 @@ def ops() -> str:
     return f"{ops_table(found['rows'])}\n{_machine(found)}: {speeds} in the same run.\n"
 
 
+def slices() -> str:
+    """A line a model and size: the parts of a slice beside their floors."""
+    lines = [["slice of", "N", "experts", "MoE layer, us", "floor", "ratio", "GB/s", "launches"]]
+    lines[0] += ["gaps", "dense layer (floor)", "head (floor)", "rest", "eager / graph"]
+    found = {name: _load(f"slice_{name}") for name in SLICES}
+    for name, results in found.items():
+        lines += [[SLICES[name], *_slice_cells(row)] for row in results["rows"]]
+    speeds = ", ".join(f"{each['bandwidth'] / 1e12:.2f}" for each in found.values())
+    return f"{_table(lines)}\n{_machine(results)}: {speeds} TB/s in the same runs.\n"
+
+
+def steps() -> str:
+    """A line a model and size: a step of the whole on 8 GPUs, by its floor and by the slice."""
+    lines = [["8 GPUs, ms a step", "N", "floor and all-reduces", "by ratio", "by excess"]]
+    for name, title in SLICES.items():
+        source, slice_ = read(ROOT / f"tests/data/{name}/config.json"), _load(f"slice_{name}")
+        nodes = [row["nodes"] for row in slice_["rows"]]
+        how = {"context": slice_["context"], "nodes": nodes, "int4": True}
+        made = make_plan(source.config, source.tensors, EIGHT, **how)
+        by_slice = project(source.config, made, slice_)
+        for step, each in zip(made.steps, by_slice, strict=True):
+            times = (f"{ms:.2f}" for ms in (step.total, each.ratio, each.excess))
+            lines.append([title, str(step.nodes), *times])
+    return _table(lines)
+
+
+def _slice_cells(row: dict) -> list[str]:
+    parts = {part["name"]: part for part in row["parts"]}
+    moe = parts[EXPERTS]
+    two = (f"{parts[kind]['us']:.0f} ({parts[kind]['floor_us']:.0f})" for kind in (DENSE, HEAD))
+    return [
+        str(row["nodes"]),
+        f"{row['experts']:.1f}",
+        f"{moe['us']:.0f}",
+        f"{moe['floor_us']:.0f}",
+        f"{moe['ratio']:.2f}",
+        f"{moe['gb_per_s']:.0f}",
+        f"{moe['launches']:.0f}",
+        f"{moe['gaps']:.1%}",
+        *two,
+        f"{parts[REST]['us']:.0f}",
+        f"{row['eager_us'] / row['forward_us']:.2f}",
+    ]
+
+
 BLOCKS: dict[tuple[str, str], Callable[[], str]] = {  # by document and name of the mark
     ("README.md", "engine"): engine,
     ("docs/scaleup.md", "ops"): ops,
+    ("docs/scaleup.md", "slices"): slices,
+    ("docs/scaleup.md", "steps"): steps,
 }
 
 

@@ -19,9 +19,26 @@ struct MlaQueryParams {
   DType dtype;       // of q, w_uk and out
 };
 
+// A cached token is C + R elements of the activations' dtype or, in FP8, a row of bytes:
+//
+//   0 .. C          a latent's codes, e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa, no
+//                   infinity, NaN at 0x7f and 0xff; latent[c] = code[c] * scale in float32
+//   C .. C + 4      scale, float32; the 12 bytes behind it are never read
+//   C + 16 ..       the rope part, R bfloat16; padding up to whole 16 bytes, never read
+//
+// scale is the largest |latent| / 448, or 1 where that is 0; code is the e4m3 nearest to
+// latent / scale in float32, ties to the even one, at most 448 in size. The latent is the norm's
+// float32 result, not rounded before. Rows stand on kFp8Align bytes, for C is a multiple of it.
+inline constexpr int kFp8Align = 16;     // also the bytes from the scale to the rope part
+inline constexpr float kFp8Max = 448.f;  // the largest e4m3
+
+constexpr int64_t fp8_row_bytes(int64_t C, int64_t R) {
+  return C + kFp8Align + (2 * R + kFp8Align - 1) / kFp8Align * kFp8Align;
+}
+
 // kv[t] = (latent | rope): cache[slot[t]] = (rms_norm(latent, w) | rotate(rope, position[t]))
 struct MlaAppendParams {
-  void* cache;              // [slots, C + R], contiguous
+  void* cache;              // [slots, C + R], or [slots, fp8_bytes]; contiguous
   const void* kv;           // [T, C + R], rows kv_stride elements apart
   const void* w;            // [C]
   const float* rope;        // [positions, R], as in MlaQueryParams
@@ -32,8 +49,9 @@ struct MlaAppendParams {
   int64_t slots;
   int T, C, R, positions;
   float eps;
+  int fp8_bytes;            // of a row of the cache in FP8; 0 where it has dtype
   bool interleaved;
-  DType dtype;  // of cache, kv and w
+  DType dtype;  // of kv, w and, but in FP8, cache
 };
 
 // Verify attention over the latent cache. Row (b, n) stands at position
@@ -67,9 +85,15 @@ constexpr int64_t latent_splits(int64_t keys) {
   return in(0, kNear, kNearSplit) + in(kNear, kFar, kMidSplit) + in(kFar, keys, kFarSplit);
 }
 
+// In FP8 such latents are widened to bfloat16 first: bytes of the workspace for them, at its start.
+constexpr int64_t widened_bytes(int64_t B, int64_t max_pages) {
+  const int64_t page = kPage * (kLatent + kRope) * 2 + int64_t{sizeof(int32_t)};
+  return (B * max_pages * page + 255) / 256 * 256;
+}
+
 struct MlaAttentionParams {
   const void* q;               // [B, N, H, C + R], contiguous
-  const void* cache;           // [pages, kPage, C + R]
+  const void* cache;           // [pages, kPage, C + R], or [pages, kPage, fp8_bytes]
   const int32_t* block_table;  // [B, max_pages]: page of the sequence's tokens 64 i .. 64 i + 63
   const int32_t* context;      // [B]
   const int64_t* ancestors;    // [B, N], bit m set for node m an ancestor or self; may be null
@@ -78,7 +102,34 @@ struct MlaAttentionParams {
   int64_t workspace_bytes;
   int B, N, H, C, R, max_pages;
   float scale;
-  DType dtype;  // of q, cache and out
+  int fp8_bytes;  // as in MlaAppendParams
+  DType dtype;    // of q, out and, but in FP8, cache
+};
+
+// Attention of a chunk of a prompt, in un-absorbed form: a head's own keys and values of the context
+// and of the chunk, which are the last N of them. Row n stands at position p = keys - N + n and attends
+// to positions 0 .. p. The features of k_rope serve all heads; q's are (nope | rope), not yet rotated.
+//
+//   score[n, h, j] = scale * (nope . k[h, j] + rotate(rope, p) . k_rope[j])
+//   out[n, h] = softmax_j(score[n, h]) . v[h]
+//
+// The rotated query is rounded to dtype. Order of the sums, by absolute position alone: tiles of
+// kPrefillTile keys, one softmax over them as they come. A row's bits depend on it and on its keys, not
+// on the chunk.
+inline constexpr int kPrefillTile = 128;
+
+struct MlaPrefillParams {
+  const void* q;       // [N, H, P + R], rows q_row elements apart
+  const void* k;       // [H, keys, P], rows k_row elements apart, heads k_head
+  const void* v;       // [H, keys, V], v_row and v_head
+  const void* k_rope;  // [keys, R], rope_row
+  const float* rope;   // [positions, R], as in MlaQueryParams
+  void* out;           // [N, H, V], contiguous
+  int64_t q_row, k_row, k_head, v_row, v_head, rope_row;
+  int N, H, keys, P, R, V, positions;
+  float scale;
+  bool interleaved;
+  DType dtype;  // of q, k, v, k_rope and out
 };
 
 // Row token slot context[b] + path[b, i] moves to slot context[b] + i, for i < length[b], all

@@ -38,6 +38,9 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       "mla_attention(Tensor q, Tensor cache, Tensor block_table, Tensor context, Tensor? ancestors,"
       " int latent, float scale) -> Tensor");
   m.def(
+      "mla_prefill(Tensor q, Tensor k, Tensor v, Tensor k_rope, Tensor rope, bool interleaved,"
+      " float scale) -> Tensor");
+  m.def(
       "kv_compact(Tensor(a!) cache, Tensor block_table, Tensor context, Tensor path, Tensor length)"
       " -> ()");
 

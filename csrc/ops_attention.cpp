@@ -10,13 +10,30 @@ namespace {
 constexpr int64_t kMaxWidth = 768;  // of C + R: a tile of float32 latents fills a block's memory
 constexpr int64_t kMaxWorkspace = 256 << 20;  // bytes; more rows take several launches
 
-// The rotation table and, per row, a position.
-void check_rope(const Tensor& rope, const Tensor& position, int64_t rows, const Tensor& like) {
+// The rotation table.
+void check_rope(const Tensor& rope, const Tensor& like) {
   check_dim("rope", rope, 2);
   check("rope", rope, {rope.size(0), rope.size(1)}, ScalarType::Float, like);
   require(rope.size(1) % 2 == 0, "rope has ", rope.size(1), " features, wants an even number");
   require(rope.size(0) > 0, "rope has no positions");
+}
+
+// And, per row, a position.
+void check_rope(const Tensor& rope, const Tensor& position, int64_t rows, const Tensor& like) {
+  check_rope(rope, like);
   check("position", position, {rows}, ScalarType::Int, like);
+}
+
+// A tensor whose features alone must be contiguous, of like's dtype and device.
+void check_features(const char* name, const Tensor& t, std::initializer_list<int64_t> shape,
+                    const Tensor& like) {
+  const torch::headeronly::IntHeaderOnlyArrayRef wants(shape.begin(), shape.size());
+  const int64_t last = t.dim() - 1;
+  require(t.sizes() == wants, name, " has shape ", text(t.sizes()), ", wants ", text(wants));
+  require(t.scalar_type() == like.scalar_type(), name, " has dtype ", t.scalar_type(), ", wants ",
+          like.scalar_type());
+  check_device(name, t, like);
+  require(t.size(last) <= 1 || t.stride(last) == 1, name, " must have contiguous features");
 }
 
 void check_pages(const char* name, const Tensor& t, int64_t dim) {
@@ -24,6 +41,16 @@ void check_pages(const char* name, const Tensor& t, int64_t dim) {
   require(t.size(dim - 2) == kPage, name, " has pages of ", t.size(dim - 2), " tokens, wants ",
           kPage);
   require(t.is_contiguous(), name, " must be contiguous");
+}
+
+// Rows of FP8 latents: see attention.h.
+void check_fp8(const Tensor& cache, int64_t C, int64_t R) {
+  require(C % kFp8Align == 0, "the cache's latents are FP8, but have ", C,
+          " features, wants a multiple of ", kFp8Align);
+  require(cache.size(2) == fp8_row_bytes(C, R), "cache has rows of ", cache.size(2),
+          " bytes, wants ", fp8_row_bytes(C, R), " for FP8 latents of ", C, " and ", R, " features");
+  require(reinterpret_cast<uintptr_t>(cache.const_data_ptr()) % kFp8Align == 0,
+          "cache must start at a multiple of ", kFp8Align, " bytes");
 }
 
 void check_table(const Tensor& block_table, int64_t B, const Tensor& like) {
@@ -71,17 +98,20 @@ void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const
                 const Tensor position, const Tensor slot, bool interleaved) {
   check_pages("cache", cache, 3);
   check_rows("kv", kv);
+  check_dim("w", w, 1);
   const int64_t T = kv.size(0);
   check_rope(rope, position, T, cache);
-  const int64_t R = rope.size(1), C = cache.size(2) - R;
-  require(C > 0, "cache has ", cache.size(2), " features, wants more than rope's ", R);
+  const bool fp8 = cache.scalar_type() == ScalarType::Byte;
+  const int64_t R = rope.size(1), C = fp8 ? w.size(0) : cache.size(2) - R;
+  require(C > 0, "cache has ", fp8 ? C + R : cache.size(2), " features, wants more than rope's ", R);
+  if (fp8) check_fp8(cache, C, R);
   require(kv.size(1) == C + R, "kv has shape ", text(kv.sizes()), ", wants [", T, ", ", C + R, "]");
-  require(kv.scalar_type() == cache.scalar_type(), "kv has dtype ", kv.scalar_type(), ", wants ",
-          cache.scalar_type());
+  require(fp8 || kv.scalar_type() == cache.scalar_type(), "kv has dtype ", kv.scalar_type(),
+          ", wants ", cache.scalar_type());
   check_device("kv", kv, cache);
-  check("w", w, {C}, cache.scalar_type(), cache);
+  check("w", w, {C}, kv.scalar_type(), cache);
   check("slot", slot, {T}, ScalarType::Int, cache);
-  const DType dtype = dtype_of("cache", cache);
+  const DType dtype = dtype_of("kv", kv);
   if (T == 0) return;
   run_on<Launch>(cache, MlaAppendParams{
                             .cache = mutable_data(cache),
@@ -97,6 +127,7 @@ void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const
                             .R = extent("rope", R),
                             .positions = extent("rope", rope.size(0)),
                             .eps = static_cast<float>(eps),
+                            .fp8_bytes = fp8 ? extent("cache", cache.size(2)) : 0,
                             .interleaved = interleaved,
                             .dtype = dtype,
                         });
@@ -125,7 +156,9 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
   const int64_t B = q.size(0), N = q.size(1), H = q.size(2), Z = q.size(3);
   check("q", q, {B, N, H, Z}, q.scalar_type(), q);
   check_pages("cache", cache, 3);
-  check("cache", cache, {cache.size(0), kPage, Z}, q.scalar_type(), q);
+  const bool fp8 = cache.scalar_type() == ScalarType::Byte;
+  if (fp8) check_device("cache", cache, q);
+  else check("cache", cache, {cache.size(0), kPage, Z}, q.scalar_type(), q);
   check_table(block_table, B, q);
   check("context", context, {B}, ScalarType::Int, q);
   if (ancestors) {
@@ -133,6 +166,7 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
     require(N <= kMaxNodes, "ancestors has ", N, " nodes, wants at most ", kMaxNodes);
   }
   require(latent > 0 && latent <= Z, "latent is ", latent, ", wants 1 to q's width ", Z);
+  if (fp8) check_fp8(cache, latent, Z - latent);
   require(Z <= kMaxWidth, "q has width ", Z, ", wants at most ", kMaxWidth);
   const int64_t tokens = block_table.size(1) * kPage;
   require(N <= tokens, "block_table holds ", tokens, " tokens, wants at least the ", N, " nodes");
@@ -140,8 +174,10 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
   const DType dtype = dtype_of("q", q);
   if (out.numel() == 0) return out;
   const bool fast = dtype == DType::bf16 && latent == kLatent && Z == kLatent + kRope;
-  const int64_t bytes =
-      q.is_cuda() ? mla_attention_workspace(B, N, H, latent, block_table.size(1), fast) : 0;
+  const int64_t pages = block_table.size(1);
+  const int64_t bytes = !q.is_cuda() ? 0
+                                     : mla_attention_workspace(B, N, H, latent, pages, fast) +
+                                           (fast && fp8 ? widened_bytes(B, pages) : 0);
   const auto workspace = empty(q, {bytes}, ScalarType::Byte);
   run_on<Launch>(q, MlaAttentionParams{
                         .q = data(q),
@@ -159,6 +195,53 @@ Tensor mla_attention(const Tensor q, const Tensor cache, const Tensor block_tabl
                         .R = extent("q", Z - latent),
                         .max_pages = extent("block_table", block_table.size(1)),
                         .scale = static_cast<float>(scale),
+                        .fp8_bytes = fp8 ? extent("cache", cache.size(2)) : 0,
+                        .dtype = dtype,
+                    });
+  return out;
+}
+
+template <auto Launch>
+Tensor mla_prefill(const Tensor q, const Tensor k, const Tensor v, const Tensor k_rope,
+                   const Tensor rope, bool interleaved, double scale) {
+  check_dim("q", q, 3);
+  check_dim("k", k, 3);
+  check_dim("v", v, 3);
+  check_rope(rope, q);
+  const int64_t N = q.size(0), H = q.size(1), keys = k.size(1), P = k.size(2), R = rope.size(1);
+  const int64_t V = v.size(2);
+  check_features("q", q, {N, H, P + R}, q);
+  require(H <= 1 || q.stride(1) == P + R, "q must have contiguous heads");
+  check_features("k", k, {H, keys, P}, q);
+  check_features("v", v, {H, keys, V}, q);
+  check_features("k_rope", k_rope, {keys, R}, q);
+  require(keys >= N, "k has ", keys, " keys, wants at least q's ", N, " rows");
+  require(scale > 0, "scale is ", scale, ", wants a positive number");
+  auto out = empty(q, {N, H, V}, q.scalar_type());
+  const DType dtype = dtype_of("q", q);
+  if (out.numel() == 0) return out;
+  run_on<Launch>(q, MlaPrefillParams{
+                        .q = data(q),
+                        .k = data(k),
+                        .v = data(v),
+                        .k_rope = data(k_rope),
+                        .rope = data<float>(rope),
+                        .out = mutable_data(out),
+                        .q_row = q.stride(0),
+                        .k_row = k.stride(1),
+                        .k_head = k.stride(0),
+                        .v_row = v.stride(1),
+                        .v_head = v.stride(0),
+                        .rope_row = k_rope.stride(0),
+                        .N = extent("q", N),
+                        .H = extent("q", H),
+                        .keys = extent("k", keys),
+                        .P = extent("k", P),
+                        .R = extent("rope", R),
+                        .V = extent("v", V),
+                        .positions = extent("rope", rope.size(0)),
+                        .scale = static_cast<float>(scale),
+                        .interleaved = interleaved,
                         .dtype = dtype,
                     });
   return out;
@@ -197,6 +280,7 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cpu::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cpu::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cpu::mla_attention>));
+  m.impl("mla_prefill", TORCH_BOX(&mla_prefill<cpu::mla_prefill>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cpu::kv_compact>));
 }
 
@@ -205,6 +289,7 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cuda::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cuda::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cuda::mla_attention>));
+  m.impl("mla_prefill", TORCH_BOX(&mla_prefill<cuda::mla_prefill>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cuda::kv_compact>));
 }
 #endif

@@ -8,10 +8,38 @@ import torch
 from torch import Tensor
 
 from kdtree import ops
-from kdtree.errors import CapacityError
+from kdtree.config import ModelConfig
+from kdtree.errors import CapacityError, ConfigError
 from kdtree.tree import MAX_NODES, Path, TokenTree
 
 PAGE = 64  # tokens
+FP8_ALIGN = 16  # bytes of the parts of a row of FP8 latents, csrc/attention.h
+
+
+def fp8_row_bytes(latent: int, rope: int) -> int:
+    """Of a cached token: e4m3 latents, their scale, the rope part in bfloat16."""
+    return latent + FP8_ALIGN + -(-2 * rope // FP8_ALIGN) * FP8_ALIGN
+
+
+def fp8_parts(rows: Tensor, latent: int, rope: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of rows [..., bytes] with FP8 latents: codes, their scale [..., 1], the rope part."""
+    at = latent + FP8_ALIGN
+    codes, scale, rest = rows[..., :latent], rows[..., latent : latent + 4], rows[..., at:]
+    return (
+        codes.view(torch.float8_e4m3fn),
+        scale.view(torch.float32),
+        rest[..., : 2 * rope].view(torch.bfloat16),
+    )
+
+
+def check_fp8(config: ModelConfig) -> None:
+    """Raises ConfigError where the model's latents cannot be cached in FP8."""
+    latent = config.mla.kv_lora_rank
+    if latent % FP8_ALIGN:
+        raise ConfigError(
+            f"kv_cache_dtype is 'fp8', which wants kv_lora_rank to be a multiple of {FP8_ALIGN}, "
+            f"but the model's is {latent}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +51,8 @@ class Step:
     slot: [B, N] int32, page * 64 + offset of each node's cache row; -1 at padding
     ancestors: [B, N] int64, or None for a chain
     block_table: [B, max_pages] int32; context: [B] int32
+    start: where a chunk of one prompt begins, its context on the host; None in decoding. It is what
+        lets a layer attend in another form, never the number of rows.
     """
 
     token: Tensor
@@ -31,6 +61,7 @@ class Step:
     ancestors: Tensor | None
     block_table: Tensor
     context: Tensor
+    start: int | None = None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -52,10 +83,12 @@ def require_room(what: str, nbytes: int, device: torch.device) -> None:
 class KvCache:
     """Latents of all layers for B sequences of up to max_seq_len tokens, in pages of 64 tokens.
 
-    data: [L, pages, 64, C + R]; layer l's rows are data[l]
+    data: [L, pages, 64, C + R], or in FP8 uint8 [L, pages, 64, fp8_row_bytes(C, R)]; layer l's rows
+    are data[l]
+    dtype: of the activations
     block_table: [B, max_pages] int32, a sequence's pages in order
     context: [B] int32, committed tokens
-    width: C + R
+    width: of a row
     Node n of a tree takes the token slot context + n, so N - 1 slots beyond max_seq_len exist.
     Raises CapacityError where the device has not the memory.
     """
@@ -69,15 +102,35 @@ class KvCache:
         *,
         device: torch.device | str,
         dtype: torch.dtype,
+        fp8: bool = False,
     ):
         pages = -(-(max_seq_len + MAX_NODES - 1) // PAGE)
         shape = (layers, sequences * pages, PAGE, width)
-        asked = torch.Size(shape).numel() * dtype.itemsize
+        stored = torch.uint8 if fp8 else dtype
+        asked = torch.Size(shape).numel() * stored.itemsize
         require_room(f"a cache of {sequences} x {max_seq_len} tokens", asked, torch.device(device))
-        self.data = torch.zeros(shape, device=device, dtype=dtype)
+        self.dtype = dtype
+        self.data = torch.zeros(shape, device=device, dtype=stored)
         table = torch.arange(sequences * pages, dtype=torch.int32, device=device)
         self.block_table = table.view(sequences, pages)
         self.context = torch.zeros(sequences, dtype=torch.int32, device=device)
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        sequences: int,
+        max_seq_len: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        fp8: bool = False,
+    ) -> "KvCache":
+        """Of a model. fp8: latents in FP8, which check_fp8 has allowed"""
+        latent, rope = config.mla.kv_lora_rank, config.mla.rope
+        width = fp8_row_bytes(latent, rope) if fp8 else latent + rope
+        where = {"device": device, "dtype": dtype, "fp8": fp8}
+        return cls(config.layers, width, sequences, max_seq_len, **where)
 
     def sequence(self, b: int) -> "KvCache":
         """A view of sequence b alone; what is written through it is written here."""
@@ -86,8 +139,8 @@ class KvCache:
         view.context = self.context[b : b + 1]
         return view
 
-    def place(self, tree: TokenTree) -> Step:
-        """Positions and slots of a tree's nodes, after the committed context."""
+    def place(self, tree: TokenTree, start: int | None = None) -> Step:
+        """Positions and slots of a tree's nodes, after the committed context. start: as in Step"""
         node = torch.arange(tree.token.shape[1], dtype=torch.int32, device=tree.token.device)
         position = self.context[:, None] + tree.depth
         index = self.context[:, None] + node
@@ -98,7 +151,8 @@ class KvCache:
             padding = tree.ancestors == 0
             position = position.masked_fill(padding, -1)
             slot = slot.masked_fill(padding, -1)
-        return Step(tree.token, position, slot, tree.ancestors, self.block_table, self.context)
+        where = self.block_table, self.context, start
+        return Step(tree.token, position, slot, tree.ancestors, *where)
 
     def commit(self, path: Path) -> None:
         """Keeps the rows of the accepted paths, moved to their final slots."""

@@ -30,12 +30,13 @@ from kdtree.record import Asked, Round
 from kdtree.request import Request
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
-from kdtree.text import ChatTemplate, Message, load_chat_template, load_tokenizer
+from kdtree.text import Message, load_chat_template, load_tokenizer
 from kdtree.tree import MAX_DEPTH, TokenTree
 from kdtree.verify import verify
 from kdtree.weights import Progress
 
-PREFILL = 256  # rows of a prompt's chunk; chunks end at multiples of it
+# Rows of a prompt's chunk, by device; chunks end at multiples of it.
+PREFILL = {"cpu": 256, "cuda": 2048}
 
 
 class Engine:
@@ -47,6 +48,7 @@ class Engine:
         chain_seed: insert the best chain first
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
+    kv_cache_dtype: "auto" (that of dtype), or "fp8" for latents in e4m3 with a scale each
     quantize: "int4" for routed experts that the checkpoint holds otherwise, None to keep them so
     max_seq_len: prompt and continuation together; None for the model's own length, 32768 at most
     cuda_graphs: on CUDA, replay rounds from graphs; the outputs are the same without
@@ -66,6 +68,7 @@ class Engine:
         chain_seed: bool = False,
         device: str = "auto",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         quantize: str | None = None,
         max_seq_len: int | None = None,
         max_batch: int = 1,
@@ -78,6 +81,7 @@ class Engine:
         self.max_batch = options.batch(max_batch)
         self.config = load_config(directory)
         self.max_seq_len = options.context(max_seq_len, self.config)
+        fp8 = options.fp8_cache(kv_cache_dtype, self.config)
         where = {"device": self.device, "dtype": self.dtype}
         setup = Setup(
             budget=options.budget(budget),
@@ -100,8 +104,7 @@ class Engine:
             **where,
         )
         self.drafter.bind(self.model)
-        width = self.config.mla.kv_lora_rank + self.config.mla.rope
-        self.cache = KvCache(self.config.layers, width, self.max_batch, self.max_seq_len, **where)
+        self.cache = KvCache.of(self.config, self.max_batch, self.max_seq_len, fp8=fp8, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
         graphs = Graphs(self.device, flag("cuda_graphs", cuda_graphs))
         self._launches = Launches(self.device, graphs)
@@ -158,8 +161,9 @@ class Engine:
         ChatTemplate.encode raises.
         """
         conversations, single = options.conversations(messages)
+        template = options.template(self.chat_template)
         asked = (tools, chat_template_kwargs, add_generation_prompt)
-        prompts = [self._template().encode(each, *asked) for each in conversations]
+        prompts = [template.encode(each, *asked) for each in conversations]
         results = self.generate([ids for _, ids in prompts], params, trace=trace)
         for result, (text, _) in zip(results, prompts, strict=True):
             result.prompt = text
@@ -181,17 +185,8 @@ class Engine:
                 f"stream_chat takes one conversation, not a list of {len(conversations)}"
             )
         asked = (tools, chat_template_kwargs, add_generation_prompt)
-        _, ids = self._template().encode(messages, *asked)
+        _, ids = options.template(self.chat_template).encode(messages, *asked)
         return self.stream(ids, params)
-
-    def _template(self) -> ChatTemplate:
-        if self.chat_template is None:
-            raise ValueError(
-                "the model has no chat template: its directory wants a tokenizer, and "
-                "chat_template.jinja or a chat_template in tokenizer_config.json; "
-                "generate continues text as it is"
-            )
-        return self.chat_template
 
     def _chunks(self, requests: list[Request]) -> Iterator[Chunk]:
         # A stream that is closed frees the engine at once, whoever still holds on to it.
@@ -266,8 +261,10 @@ class Engine:
         cache = self.cache.sequence(b)
         cache.context.zero_()
         known = self.state.token[b : b + 1, : len(request.prompt) - 1]
-        for chunk in known.split(PREFILL, 1) if known.shape[1] else ():
-            step = cache.place(TokenTree.chain(chunk))
+        rows = PREFILL[self.device.type]
+        for start in range(0, known.shape[1], rows):
+            chunk = known[:, start : start + rows]
+            step = cache.place(TokenTree.chain(chunk), start)
             _, taps = self.model(step, cache, self.drafter.taps)
             cache.extend(chunk.shape[1])
             self.drafter.prefill(b, taps)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from kdtree.cache import check_fp8
 from kdtree.checks import is_whole, shown, whole
 from kdtree.config import ModelConfig
 from kdtree.costs import Costs
@@ -14,7 +15,7 @@ from kdtree.outputs import Result
 from kdtree.request import Request
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
-from kdtree.text import TOKENIZERS, Tokenizer
+from kdtree.text import TOKENIZERS, ChatTemplate, Tokenizer
 from kdtree.tree import MAX_NODES
 
 DEMO = Path(__file__).parent / "demo"
@@ -63,6 +64,15 @@ def quantize(name: str | None) -> str | None:
     if name is not None and name != "int4":
         raise ValueError(f"quantize is {name!r}, wants None or 'int4'")
     return name
+
+
+def fp8_cache(name: str, config: ModelConfig) -> bool:
+    """Whether latents are cached in FP8, by kv_cache_dtype."""
+    if name not in ("auto", "fp8"):
+        raise ValueError(f"kv_cache_dtype is {shown(name)}, wants 'auto' or 'fp8'")
+    if name == "fp8":
+        check_fp8(config)
+    return name == "fp8"
 
 
 def batch(sequences: int) -> int:
@@ -181,6 +191,17 @@ def requests(
         requests += own
         results.append(Result(text, ids, [r.completion for r in own]))
     return results, requests
+
+
+def template(found: ChatTemplate | None) -> ChatTemplate:
+    """The model's chat template, which it must have."""
+    if found is None:
+        raise ValueError(
+            "the model has no chat template: its directory wants a tokenizer, and "
+            "chat_template.jinja or a chat_template in tokenizer_config.json; "
+            "generate continues text as it is"
+        )
+    return found
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab: int) -> list[int]:

@@ -21,17 +21,21 @@ I64. Tensors of golden.safetensors:
     layers.{i}.router.weights         [T, K]  what multiplies the experts, scaling included
     layers.{i}.router.margin          [T]     gap at the cut-off of the experts' or groups' scores
     layers.{i}.router.order_margin    [T]     least gap between two chosen experts' scores
+    layers.{i}.latents                [T, C + R]  where latents are cached in FP8: normed latents
+    layers.{i}.cached                 [T, C + R]  and rotated rope parts, as made and as read
     greedy.ids, sampled.ids           [G]     continuations of the prompt; EOS does not stop them
     greedy.logits, sampled.logits     [G, W]  row g: the raw logits that token g was picked from
     greedy.margin, sampled.margin     [G]     best less second best logit; sampled: of logit + noise
     greedy.router_{ids,weights,margin}, sampled.*  [G - 1, M, K], margins [G - 1, M]: as above, of
                                               the rows at positions T .. T + G - 2
+    greedy.{latents,cached}, sampled.*  [G - 1, L, C + R]
 
 Sampling is at temperature 1, by Gumbel-max: argmax over v of logits[v] - log(-log(u)), where u
 comes from Philox4x32-10 with key (seed low, seed high) and counter (v >> 2, p low, p high, 0), word
 v & 3, p the position of the drawn token: u = ((word >> 9) + 0.5) / 2^23.
 
-Metadata: variant, seed, sample_seed, prompt_length, moe_layers (JSON list), and the least of each
+Metadata: variant, kv_cache_dtype ("auto" or "fp8": latents in e4m3), seed,
+sample_seed, prompt_length, moe_layers (JSON list), and the least of each
 margin: greedy_margin, sampled_margin, router_margin, router_order_margin ("inf" without MoE), and
 distinct_greedy, how many ids the greedy continuation has.
 
@@ -115,7 +119,8 @@ def generate(name: str, seed: int | None = None) -> Generated:
     seed = v.seed if seed is None else seed
     weights = make_weights(v, seed)
     c = v.config()
-    model = Model(c, {"theta": v.theta, "yarn": v.yarn}, weights.value)
+    fp8 = v.kv_cache_dtype == "fp8"
+    model = Model(c, {"theta": v.theta, "yarn": v.yarn}, weights.value, fp8)
     prompt = np.random.default_rng([seed, 1]).integers(0, c["vocab_size"], v.prompt)
     sample_seed = (seed + 1) * 0x9E3779B97F4A7C15 % 2**63
     results = run(model, prompt, sample_seed)
@@ -124,6 +129,7 @@ def generate(name: str, seed: int | None = None) -> Generated:
         "seed": str(seed),
         "sample_seed": str(sample_seed),
         "prompt_length": str(v.prompt),
+        "kv_cache_dtype": v.kv_cache_dtype,
         "moe_layers": json.dumps([i for i in range(c["num_hidden_layers"]) if is_moe(c, i)]),
     } | summary(results)
     used = np.concatenate([results[f"{part}.ids"] for part in ("prompt", "greedy", "sampled")])
@@ -160,6 +166,8 @@ def run(model: Model, prompt: np.ndarray, sample_seed: int) -> dict[str, np.ndar
     for i in range(len(trace.after_mlp)):
         results[f"layers.{i}.after_attention"] = trace.after_attention[i]
         results[f"layers.{i}.after_mlp"] = trace.after_mlp[i]
+    for i, (latents, cached) in enumerate(zip(trace.latents, trace.cached, strict=True)):
+        results[f"layers.{i}.latents"], results[f"layers.{i}.cached"] = latents, cached
     for i, chosen in trace.routes.items():
         for key in ("ids", "weights", "margin", "order_margin"):
             results[f"layers.{i}.router.{key}"] = getattr(chosen, key)
@@ -185,11 +193,17 @@ def continue_from(
             row, trace = model.forward(np.array(ids[-1:]), cache)
             rows.append(row[0])
             traces.append(trace)
+    cached = {}
+    if traces[0].cached:
+        kinds = ("latents", "cached")
+        cached = {k: np.array([np.concatenate(getattr(t, k)) for t in traces]) for k in kinds}
     return {
         "ids": np.array(ids),
         "logits": np.array(rows),
         "margin": np.array(margins),
-    } | {f"router_{key}": routes(traces, key) for key in ("ids", "weights", "margin")}
+        **cached,
+        **{f"router_{key}": routes(traces, key) for key in ("ids", "weights", "margin")},
+    }
 
 
 def routes(traces: list[Trace], key: str) -> np.ndarray:

@@ -37,6 +37,7 @@ class FakeEngine:
         chain_seed=False,
         device="auto",
         dtype="auto",
+        kv_cache_dtype="auto",
         quantize=None,
         max_seq_len=None,
         max_batch=1,

@@ -4,18 +4,23 @@ Where a choice of experts hangs on less than the run's own error, the reference'
 differ and both be right; everywhere else they must agree. In bfloat16 such choices are many, and
 one of them makes all that follows incomparable: there the experts are compared, and then the
 reference's are used.
+
+So it is with latents cached in FP8, in every dtype: a number next to the middle of two codes may
+become either, a step apart. What was appended is compared, and then the reference's rows are read.
 """
+
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from fp8_rows import POISON, quantised, widened
 from tolerance import model_limit
 
+from kdtree import ops
 from kdtree.cache import KvCache
 from kdtree.layers import Moe
 from kdtree.models import load_model
 from kdtree.tree import TokenTree
-
-POISON = float("nan")
 
 
 def float64(x: torch.Tensor) -> np.ndarray:
@@ -25,23 +30,55 @@ def float64(x: torch.Tensor) -> np.ndarray:
 class Run:
     """One forward of known tokens, everything watched."""
 
-    def __init__(self, directory, ids, device, dtype: str, forced: dict | None = None):
-        """forced: the reference's (ids, weights) by layer, to be used after our own are kept."""
+    def __init__(
+        self,
+        directory,
+        ids,
+        device,
+        dtype: str,
+        forced: dict | None = None,
+        fp8: bool = False,
+        rows: list[np.ndarray] | None = None,
+    ):
+        """What is the reference's is used after our own is kept.
+
+        forced: (ids, weights) by layer; rows: [S, C + R] by layer, of a cache in FP8
+        """
         dtype = getattr(torch, dtype)
-        self.forced = forced
+        self.forced, self.rows = forced, rows
         self.model = load_model(directory, device=device, dtype=dtype)
         c = self.model.config
-        cache = KvCache(
-            c.layers, c.mla.kv_lora_rank + c.mla.rope, 1, len(ids), device=device, dtype=dtype
-        )
-        cache.data.fill_(POISON)
+        cache = KvCache.of(c, 1, len(ids), device=device, dtype=dtype, fp8=fp8)
+        cache.data.fill_(POISON if fp8 else float("nan"))
         self.after_attention, self.after_mlp, self.routed, self.scores = [], [], {}, {}
+        self.cached = []  # [S, C + R] by layer, where rows are the reference's
         self._watch()
         tree = TokenTree.chain(torch.tensor(ids, device=device)[None])
-        with torch.no_grad():
+        with torch.no_grad(), self._appending():
             hidden, _ = self.model(cache.place(tree), cache)
             self.logits = self.model.logits(hidden)
         self.after_mlp = self.after_mlp[1:]  # the first is the embedding
+
+    @contextmanager
+    def _appending(self):
+        """Puts the reference's rows in the place of what is appended, where there are any."""
+        if self.rows is None:
+            yield
+            return
+        append, c = ops.mla_append, self.model.config.mla
+
+        def instead(cache, kv, w, eps, rope, position, slot, interleaved):
+            append(cache, kv, w, eps, rope, position, slot, interleaved)
+            own, at = cache.flatten(0, 1), slot.long()
+            rows = torch.tensor(self.rows[len(self.cached)])
+            self.cached.append(widened(own[at], c.kv_lora_rank, c.rope).numpy())
+            own[at] = quantised(rows, c.kv_lora_rank).to(own.device)
+
+        ops.mla_append = instead
+        try:
+            yield
+        finally:
+            ops.mla_append = append
 
     def _watch(self) -> None:
         def stream(store):
@@ -120,6 +157,22 @@ def compare_routing(run: Run, want: dict, i: int) -> None:
     assert_near(f"layer {i} router weights", got[same], expected[same], limit)
 
 
+def compare_cached(run: Run, latents: list[np.ndarray]) -> None:
+    """Asserts that every number became one of the codes about it, the nearer one but for the error
+    of the stream that it was made of. latents: [S, C + R] by layer, before"""
+    dtype, C = run.model.embed_tokens.dtype, run.model.config.mla.kv_lora_rank
+    for i, (got, want) in enumerate(zip(run.cached, latents, strict=True)):
+        assert np.isfinite(got).all()
+        rounding = abs(want) * 2.0**-9  # of bfloat16
+        least = abs(want[:, :C]).max(-1, keepdims=True) / 448 * 2.0**-10  # of what is below 2^-6
+        rounding[:, :C] = np.maximum(abs(want[:, :C]) * 2.0**-4, least)
+        for part in (slice(C), slice(C, None)):
+            norm = np.linalg.norm(want[:, part], axis=-1, keepdims=True)
+            limit = (1 + 2.0**-3) * model_limit(dtype, i + 1) * norm  # it may move a step's middle
+            off = abs(got - want)[:, part] - rounding[:, part] - limit
+            assert off.max() <= 0, f"layer {i}: cached numbers off by {off.max():.3g} too much"
+
+
 def routes_of(want: dict) -> dict:
     """(ids, weights) by layer, of the reference's forward."""
     layers = sorted(int(key.split(".")[1]) for key in want if key.endswith("router.ids"))
@@ -133,6 +186,8 @@ def compare(run: Run, want: dict) -> None:
     """
     dtype = run.model.embed_tokens.dtype
     layers = run.model.config.layers
+    if run.rows is not None:
+        compare_cached(run, [want[f"layers.{i}.latents"] for i in range(layers)])
     for i in range(layers):
         limit = model_limit(dtype, i + 1)
         key = f"layers.{i}.after_attention"

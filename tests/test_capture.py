@@ -1,5 +1,6 @@
 """Rounds replayed from CUDA graphs are the eager ones: the cache, the tokens, bit for bit."""
 
+import time
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from test_engine import GarbageConfig, engine_of, latents, outcome
 
 from kdtree import Costs, DflashConfig, Engine, NgramConfig, NumericsError, SamplingParams
+from kdtree.drafters.ngram import Ngram
 from kdtree.graphs import Graphs
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
@@ -19,12 +21,12 @@ KINDS = {
 COSTS = Costs({1: 1.0, 2: 1.04, 4: 1.1, 8: 1.3}, 0.2)
 
 
-def engines(kind, dtype, batch, budget):
+def engines(kind, dtype, batch, budget, **more):
     """One that launches op by op, and one that replays."""
     name = kind if kind.startswith("dflash") else "base"
     budget = "auto" if kind == "none" else budget
     return [
-        engine_of(name, "cuda", dtype, KINDS[kind], batch, budget=budget, cuda_graphs=on)
+        engine_of(name, "cuda", dtype, KINDS[kind], batch, budget=budget, cuda_graphs=on, **more)
         for on in (False, True)
     ]
 
@@ -90,6 +92,33 @@ def test_budgets_that_are_chosen_each_round(kind, batch):
 
 
 @needs_cuda
+@pytest.mark.parametrize("kind", ["none", "ngram", "dflash"])
+def test_latents_in_fp8(kind):
+    eager, graphed = engines(kind, "bfloat16", 2, 7, kv_cache_dtype="fp8")
+    for number in range(5):
+        prompts, params = call(number, 0.7 * (number % 2))
+        want, got = eager.generate(prompts, params), graphed.generate(prompts, params)
+        assert outcome(got) == outcome(want)
+        assert_left_alike(graphed, eager)
+
+
+@needs_cuda
+def test_what_a_call_asks_beside_tokens():
+    """Log-probabilities, trees, masked tokens: in graphs of their own."""
+    eager, graphed = engines("ngram", "bfloat16", 2, 7)
+    for number in range(8):
+        prompts, params = call(number, 0.0)
+        params = [
+            SamplingParams(max_tokens=30, logprobs=number % 4, min_tokens=9 * (number % 2),
+                           stop_token_ids=tuple(range(60)), ignore_eos=True)
+        ] * len(params)  # fmt: skip
+        traced = number % 3 == 0
+        want, got = (e.generate(prompts, params, trace=traced) for e in (eager, graphed))
+        assert outcome(got) == outcome(want)
+        assert [r.completions[0].trace for r in got] == [r.completions[0].trace for r in want]
+
+
+@needs_cuda
 def test_a_stream_that_is_closed_with_a_round_on_its_way():
     eager, graphed = engines("dflash", "float32", 1, 7)
     prompts, params = call(6, 1.0)
@@ -100,6 +129,26 @@ def test_a_stream_that_is_closed_with_a_round_on_its_way():
             next(stream)
         stream.close()
         assert outcome([graphed.generate(prompts[0], params[0])]) == outcome([want])
+
+
+class Asking(Ngram):
+    """Says that a graph may take its place, although it asks the host."""
+
+    def propose(self, state):
+        assert state.length.tolist()
+        return super().propose(state)
+
+
+@needs_cuda
+def test_what_cannot_be_captured_runs_op_by_op(monkeypatch):
+    eager, graphed = engines("ngram", "float32", 1, 7)
+    monkeypatch.setattr(graphed.drafter, "__class__", Asking)
+    (prompt, *_), (params, *_) = call(5, 0.0)
+    with pytest.warns(UserWarning, match="goes on without CUDA graphs: ") as said:
+        for _ in range(2):
+            got = graphed.generate([prompt], [params])
+            assert outcome(got) == outcome(eager.generate([prompt], [params]))
+    assert len(said) == 1
 
 
 @needs_cuda
@@ -117,6 +166,35 @@ def test_host_drafters_and_non_finite_logits():
     with pytest.raises(NumericsError) as error:
         graphed.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
     assert (error.value.step, error.value.position) == (fresh + 1, 2 + fresh + 1)
+
+
+@needs_cuda
+def test_phases_of_a_replay():
+    """They are the device's, and all that a round takes there."""
+    engine = engine_of("base", "cuda", "float32", "ngram", budget=7)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    engine.generate([7, 8, 9], params)
+    began = time.perf_counter()
+    phases = engine.generate([7, 8, 9], params).metrics.phases
+    assert set(phases) == {"draft", "forward", "verify", "commit"}
+    assert all(seconds > 0 for seconds in phases.values())
+    assert sum(phases.values()) < 2 * (time.perf_counter() - began)
+
+
+@needs_cuda
+def test_memory_goes_with_the_graphs():
+    def one():
+        graphs, x = Graphs(torch.device("cuda")), torch.zeros(1 << 24, device="cuda")
+        for _ in range(3):
+            graphs("key", lambda: (x + 1).sum() * torch.ones_like(x))
+
+    one()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(3):
+        one()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 def test_without_cuda_work_runs_as_it_is():

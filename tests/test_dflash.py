@@ -13,6 +13,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from variants import golden, names, variant
 
 from kdtree import DflashConfig, Engine, OracleConfig, SamplingParams
+from kdtree.engine import PREFILL
 
 DRAFTERS = names(drafters=True)
 TEXTS = ("greedy", "sampled")
@@ -87,7 +88,7 @@ def test_blocks_in_bfloat16(name, device):
 @pytest.mark.parametrize("rows", [1, 5, 16, 64])
 @pytest.mark.parametrize("name", ["dflash", "dflash-window"])
 def test_chunks_of_the_prompt_change_nothing(name, rows, device, monkeypatch):
-    monkeypatch.setattr("kdtree.engine.PREFILL", rows)
+    monkeypatch.setitem(PREFILL, device.type, rows)
     watcher = prefilled(name, device, "float32", range(24, 88, 9))
     assert compare(name, watcher, torch.float32) == 8
 

@@ -271,12 +271,12 @@ def test_router_ties_and_softmax():
 def test_inner_norms_have_their_own_eps(monkeypatch):
     model, x = small_model("norm-tiny"), np.random.default_rng(0).standard_normal((8, 128))
     assert model.c["rms_norm_eps"] == 1e-5 and forward.INNER_EPS == 1e-6
-    want = model.attention(0, x, np.arange(8), forward.Cache())
+    want = model.attention(0, x, np.arange(8), forward.Cache(), forward.Trace())
     model.c["rms_norm_eps"] = 1.0  # is not asked inside of attention
-    got = model.attention(0, x, np.arange(8), forward.Cache())
+    got = model.attention(0, x, np.arange(8), forward.Cache(), forward.Trace())
     np.testing.assert_array_equal(got, want)
     monkeypatch.setattr(forward, "INNER_EPS", 1e-5)  # the variant can tell the two apart
-    got = model.attention(0, x, np.arange(8), forward.Cache())
+    got = model.attention(0, x, np.arange(8), forward.Cache(), forward.Trace())
     assert abs(got - want).max() > 0.1
 
 

@@ -22,6 +22,7 @@ from demo_engine import (
 )
 
 from kdtree import NumericsError, SamplingParams
+from kdtree.engine import PREFILL
 
 STREAMED = {
     "greedy": FREE,
@@ -244,7 +245,7 @@ def test_chunks_of_a_long_prompt(device, monkeypatch):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=2, ignore_eos=True, logprobs=3)
     want = alone(device, prompt, params)
     for rows in (64, 1000):
-        monkeypatch.setattr("kdtree.engine.PREFILL", rows)
+        monkeypatch.setitem(PREFILL, device.type, rows)
         assert outcome(engine_of(device).generate(prompt, params)) == outcome(want)
         engine = engine_of_kind("noisy", device, truth_of(want))
         assert outcome(engine.generate(prompt, params)) == outcome(want)

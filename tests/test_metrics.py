@@ -57,3 +57,21 @@ def test_another_s_prompt_is_no_part_of_decoding(device, monkeypatch):
     for m in (first, second, third):
         assert seconds <= m.prefill_s < 2 * seconds and m.decode_s < seconds
     assert first.ttft_s > 2 * seconds > third.ttft_s  # the second prompt came before its token
+
+
+def test_a_known_run(device):
+    truth = engine_of(device).generate([1, 2, 3], SamplingParams(max_tokens=33, ignore_eos=True))
+    drafter = OracleConfig(((1, 2, 3, *truth.token_ids),), depth=7)
+    engine = engine_of(device, drafter, budget=7)
+    got = engine.generate([1, 2, 3], SamplingParams(max_tokens=33, ignore_eos=True), trace=True)
+    m = got.metrics
+    assert (m.prompt_tokens, m.tokens, m.rounds) == (3, 33, 5)
+    assert m.histogram == [0, 1, 0, 0, 0, 0, 0, 0, 4]
+    assert m.acceptance_length == 33 / 5
+    assert set(m.phases) == {"draft", "forward", "verify", "commit"}
+    assert all(seconds > 0 for seconds in (*m.phases.values(), m.ttft_s, m.decode_s))
+    assert (m.offered, m.accepted[0] in (4, 5), m.accepted[6]) == ([5] * 7, True, 4)
+    trace = got.completions[0].trace
+    assert [len(r.emitted) for r in trace] == [8, 8, 8, 8, 1]
+    assert trace[0].emitted == truth.token_ids[:8]
+    assert trace[0].path == list(range(8)) and trace[0].parent == list(range(-1, 7))

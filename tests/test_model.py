@@ -6,7 +6,7 @@ How close is close, and what is asked of the choice of experts: see model_run.py
 import numpy as np
 import pytest
 import torch
-from model_run import Run, assert_near, compare, float64, routes_of
+from model_run import Run, assert_near, compare, compare_cached, float64, routes_of
 from tolerance import model_limit
 from variants import golden, names, variant
 
@@ -24,12 +24,27 @@ def continued_routes(want: dict, kind: str) -> dict:
     return routes
 
 
+def is_fp8(want: dict) -> bool:
+    return want["metadata"]["kv_cache_dtype"] == "fp8"
+
+
+def rows_of(want: dict, what: str, kind: str | None = None) -> list[np.ndarray]:
+    """[S, C + R] by layer, "latents" or "cached": of the prompt and a kind's continuation."""
+    layers = sum(key.startswith("layers.") and key.endswith(f".{what}") for key in want)
+    rows = [want[f"layers.{i}.{what}"] for i in range(layers)]
+    if kind is None:
+        return rows
+    return [np.concatenate([x, want[f"{kind}.{what}"][:, i]]) for i, x in enumerate(rows)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", names())
 def test_streams_routing_and_logits(name, dtype, device):
     want = golden(name)
     forced = routes_of(want) if dtype == "bfloat16" else None
-    compare(Run(variant(name), want["prompt.ids"], device, dtype, forced), want)
+    fp8 = is_fp8(want)
+    rows = rows_of(want, "cached") if fp8 else None
+    compare(Run(variant(name), want["prompt.ids"], device, dtype, forced, fp8, rows), want)
 
 
 def draws(logits: torch.Tensor, prompt: int, kind: str, seed: int) -> np.ndarray:
@@ -56,7 +71,11 @@ def test_continuation(name, dtype, kind, device):
     prompt, ids = want["prompt.ids"], want[f"{kind}.ids"]
     forced = continued_routes(want, kind) if dtype == "bfloat16" else None
     known = np.concatenate([prompt, ids[:-1]])
-    run = Run(variant(name), known, device, dtype, forced)
+    fp8 = is_fp8(want)
+    rows = rows_of(want, "cached", kind) if fp8 else None
+    run = Run(variant(name), known, device, dtype, forced, fp8, rows)
+    if fp8:
+        compare_cached(run, rows_of(want, "latents", kind))
     got, expected = float64(run.logits[0, len(prompt) - 1 :]), want[f"{kind}.logits"]
     limit = model_limit(getattr(torch, dtype), run.model.config.layers + 1)
     assert_near("logits", got, expected, limit)
@@ -75,10 +94,12 @@ def test_free_run(name, dtype, kind, device):
     the whole text is prefilled at once."""
     want = golden(name)
     prompt, seed = want["prompt.ids"], int(want["metadata"]["sample_seed"])
-    engine = Engine(variant(name), device=str(device), dtype=dtype, max_seq_len=len(prompt) + 64)
+    options = {"dtype": dtype, "kv_cache_dtype": want["metadata"]["kv_cache_dtype"]}
+    engine = Engine(variant(name), device=str(device), max_seq_len=len(prompt) + 64, **options)
     params = SamplingParams(temperature=float(kind == "sampled"), seed=seed, ignore_eos=True)
     free = np.array(engine.generate(prompt.tolist(), params).token_ids)
     if dtype == "float32":
         assert (free == want[f"{kind}.ids"]).all()
-    run = Run(variant(name), np.concatenate([prompt, free[:-1]]), device, dtype)
+    known = np.concatenate([prompt, free[:-1]])
+    run = Run(variant(name), known, device, dtype, fp8=is_fp8(want))
     assert (draws(run.logits, len(prompt), kind, seed) == free).all()

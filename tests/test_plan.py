@@ -106,6 +106,7 @@ def test_cache_bytes():
     assert formulas.cache_bytes(read(KIMI).config) == 61 * 576 * 2 == 70_272
     assert formulas.cache_bytes(read(DEEPSEEK).config) == 70_272
     assert planned(KIMI).cache_bytes == 70_272  # not divided by the ranks
+    assert planned(KIMI, fp8=True).cache_bytes == 61 * (512 + 16 + 64 * 2) == 40_016
 
 
 def test_longest_context():
@@ -121,6 +122,11 @@ def test_longest_context():
     tight = planned(KIMI, replace(EIGHT, memory=90e9))
     assert tight.longest == tight.fitting == 1658 * 64 - 63  # 7.487 GB in pages of 4.514 MB
     assert planned(KIMI, replace(EIGHT, memory=80e9)).longest == 0
+    page = 64 * (40_016 + 64 * 4)
+    assert formulas.longest_context(config, 10 * page, fp8=True) == 640 - 63
+    tight = planned(KIMI, replace(EIGHT, memory=90e9), fp8=True)
+    assert tight.longest == tight.fitting == (90e9 - 6e9 - 76_512_894_976) // page * 64 - 63
+    assert {size.context for size in tight.sizes} == {0, tight.longest}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +148,7 @@ def test_distinct_experts_of_real_draws():
 def test_attention_and_links():
     config = read(KIMI).config
     assert formulas.attention_bytes(config, 8192) == 8192 * 576 * 2
+    assert formulas.attention_bytes(config, 8192, fp8=True) == 8192 * 656
     # 2 flops for each of 512 + 64 features of a score and 512 of a value
     assert formulas.attention_flops(config, 8192, 1, 1) == 2 * 8192 * 1088 * 64
     assert formulas.attention_flops(config, 8192, 16, 8) == 2 * 8192 * 1088 * 16 * 8

@@ -143,6 +143,10 @@ def test_options_reach_the_plan(capsys):
     assert "8 TB/s (as given)" in out and "not built yet" in out
     out = run(capsys, DEEPSEEK, *flags, "--quantize", "int4", "--gpus", 8)[1]
     assert "Longest context that fits" in out
+    out = run(capsys, KIMI, "--gpus", 8, "--kv-cache-dtype", "fp8")[1]
+    assert "KV cache: 40,016 bytes a token on every rank, in FP8" in " ".join(out.split())
+    facts = json.loads(run(capsys, KIMI, "--gpus", 8, "--kv-cache-dtype", "fp8", "--json")[1])
+    assert (facts["cache_bytes_per_token"], facts["kv_cache_dtype"]) == (40_016, "fp8")
     out = run(capsys, KIMI, "--gpus", 8, "--gpu-memory", "84GB", "--context", 100_000)[1]
     assert "The context asked for, 100,000, DOES NOT FIT" in " ".join(out.split())
 
@@ -159,6 +163,7 @@ def test_options_reach_the_plan(capsys):
         (["--nodes", "a"], "nodes is 'a'"),
         (["--gpus", "0"], "gpus is 0, wants 1 to 1024"),
         (["--gpus", "3"], "gpus is 3, but 64 heads do not divide evenly"),
+        (["--kv-cache-dtype", "fp4"], "kv_cache_dtype is 'fp4', wants 'auto' or 'fp8'"),
         (["--context", "0"], "context is 0, wants at least 1"),
         (["--context", "262145"], "context is 262145, the model has 262144"),
     ],

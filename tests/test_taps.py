@@ -13,6 +13,7 @@ from kdtree import Engine, OracleConfig, SamplingParams
 from kdtree.cache import KvCache
 from kdtree.drafters.base import Stateless
 from kdtree.drafters.none import NoneConfig
+from kdtree.engine import PREFILL
 from kdtree.models import load_model
 from kdtree.tree import TokenTree
 
@@ -96,7 +97,7 @@ class Recorder(Stateless):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafters_get_the_taps_of_what_is_committed(dtype, device, monkeypatch):
-    monkeypatch.setattr("kdtree.engine.PREFILL", 32)
+    monkeypatch.setitem(PREFILL, device.type, 32)
     prompts, params = [[5, 9, 2, 77, 31] * 16, [4]], SamplingParams(max_tokens=30, ignore_eos=True)
 
     def run(drafter, batch, calls):

@@ -19,15 +19,15 @@ inline int whole_lanes(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // y = x rotated by one row of the table, in float32 and rounded once: the pairs (2i, 2i + 1) in
 // place where interleaved, else (i, i + R/2).
-template <class Element>
-void rotate(const Element* x, const float* table, int R, bool interleaved, Element* y) {
+template <class Element, class Rotated>
+void rotate(const Element* x, const float* table, int R, bool interleaved, Rotated* y) {
   const int half = R / 2;
   for (int i = 0; i < half; ++i) {
     const int first = interleaved ? 2 * i : i;
     const int second = interleaved ? 2 * i + 1 : i + half;
     const float a = x[first], b = x[second], cosine = table[i], sine = table[half + i];
-    y[first] = Element(a * cosine - b * sine);
-    y[second] = Element(a * sine + b * cosine);
+    y[first] = Rotated(a * cosine - b * sine);
+    y[second] = Rotated(a * sine + b * cosine);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "fp8.h"
 #include "mla.h"
 
 namespace kdtree::cpu {
@@ -123,6 +124,15 @@ void widen_row(const Element* x, int n, float* wide) {
   widen(x, n, wide);
 }
 
+// A row of FP8 latents; C is a whole number of lanes.
+[[gnu::target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")]]
+void widen_fp8(const uint8_t* row, int C, int R, float* wide) {
+  const float scale = load_scale(row, C);
+  for (int c = 0; c < C; ++c) wide[c] = kE4m3[row[c]] * scale;
+  widen(rope_of(row, C), R, wide + C);
+}
+static_assert(kFp8Align % kLanes == 0);
+
 // The token slot that holds a position of a row: its own ancestor's from the context on.
 int slot_of(int position, int context, bool chain, uint64_t ancestors) {
   if (chain || position < context) return position;
@@ -181,10 +191,14 @@ class Block {
 
   void load_key(int b, int slot, int at) {
     const int page = p.block_table[int64_t{b} * p.max_pages + slot / kPage];
+    const int64_t token = int64_t{page} * kPage + slot % kPage;
+    float* wide = keys.data() + int64_t{at} * shape.width;
+    if (p.fp8_bytes) {
+      const auto* row = static_cast<const uint8_t*>(p.cache) + token * p.fp8_bytes;
+      return widen_fp8(row, p.C, p.R, wide);
+    }
     const int Z = p.C + p.R;
-    const auto* latent =
-        static_cast<const Element*>(p.cache) + (int64_t{page} * kPage + slot % kPage) * Z;
-    widen_row(latent, Z, keys.data() + int64_t{at} * shape.width);
+    widen_row(static_cast<const Element*>(p.cache) + token * Z, Z, wide);
   }
 
   // Part one, in [begin, end): every position is its slot.

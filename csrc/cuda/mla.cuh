@@ -7,16 +7,16 @@ namespace kdtree::cuda {
 
 // Pair i of y = x rotated by one row of the table (R/2 cosines, R/2 sines), in float32 and rounded
 // once: the pairs (2i, 2i + 1) in place where interleaved, else (i, i + R/2).
-template <class Element>
+template <class Element, class Rotated>
 __device__ inline void rotate_pair(const Element* x, const float* table, int R, bool interleaved,
-                                   int i, Element* y) {
+                                   int i, Rotated* y) {
   const int half = R / 2;
   const int first = interleaved ? 2 * i : i;
   const int second = interleaved ? 2 * i + 1 : i + half;
   const float a = float(x[first]), b = float(x[second]);
   const float cosine = table[i], sine = table[half + i];
-  y[first] = Element(a * cosine - b * sine);
-  y[second] = Element(a * sine + b * cosine);
+  y[first] = Rotated(a * cosine - b * sine);
+  y[second] = Rotated(a * sine + b * cosine);
 }
 
 // Leaves in x[0] of lane i the sum over all lanes of x[i]. Every sum has the same order: lanes 16

@@ -1,5 +1,5 @@
 // Verify attention over the latent cache, any shape: float32 products, no tensor cores, but for
-// is_latent's.
+// is_latent's. FP8 latents are widened to float32 on their way to shared memory.
 //
 //   out[b, n, h] = softmax_j(scale * q[b, n, h] . cache[j]) . cache[j][:C], see MlaAttentionParams
 //
@@ -18,10 +18,11 @@
 //           softmax: 16 threads a head, one a key
 //           values: thread i owns the features i, i + kThreads, ... of the 8 heads' sums
 //
-// Smem    stages * kTile * (C + R) elements and 8 * (2C + R) floats: 73 KB at 512 + 64 in bf16.
+// Smem    stages * kTile * (C + R) elements and 8 * (2C + R) floats: 73 KB at 512 + 64 in bf16, and
+//         in FP8, which has one stage.
 // Floor   S * (C + R) elements of HBM a sequence and 2 * S * (2C + R) flops a row: at S = 8192,
-//         512 + 64 in bf16 9.4 MB, 2 us at 4.8 TB/s (H200), and 0.27 us a row at 67 TFLOP/s, which
-//         binds from 8 rows on.
+//         512 + 64 in bf16 9.4 MB, 2 us at 4.8 TB/s (H200), in FP8 5.4 MB; and 0.27 us a row at
+//         67 TFLOP/s, which binds from 8 rows on.
 // Needs   C + R <= 768 (ops_attention.cpp); 16-byte latents are copied asynchronously, others not.
 #include <cuda_pipeline_primitives.h>
 
@@ -68,8 +69,9 @@ struct Smem {
   }
 };
 
-// Starts copying the latents of positions begin .. begin + count - 1, a warp a latent.
-template <class Element>
+// Starts copying the latents of positions begin .. begin + count - 1, a warp a latent; from FP8 they
+// are there at once.
+template <bool kFp8, class Element>
 __device__ void load_tile(const AttentionLaunch& a, const RowBlock& rows, int begin, int count,
                           Element* tile) {
   const MlaAttentionParams& p = a.p;
@@ -77,9 +79,14 @@ __device__ void load_tile(const AttentionLaunch& a, const RowBlock& rows, int be
   const int32_t* table = p.block_table + int64_t{rows.b} * p.max_pages;
   for (int k = threadIdx.x / kWarp; k < count; k += kWarps) {
     const int slot = rows.slot(begin + k);
-    const auto* from = static_cast<const Element*>(p.cache) +
-                       (int64_t{table[slot / kPage]} * kPage + slot % kPage) * Z;
+    const int64_t token = int64_t{table[slot / kPage]} * kPage + slot % kPage;
     Element* to = tile + k * Z;
+    if constexpr (kFp8) {
+      const auto* row = static_cast<const uint8_t*>(p.cache) + token * p.fp8_bytes;
+      widen_fp8(row, p.C, p.R, to);
+      continue;
+    }
+    const auto* from = static_cast<const Element*>(p.cache) + token * Z;
     if (a.aligned) {
       constexpr int kVec = Vec<Element>::kSize;
       for (int i = lane * kVec; i < Z; i += kWarp * kVec)
@@ -157,7 +164,8 @@ __device__ void add_tile(const Smem<Element>& s, const Element* tile, int count,
   }
 }
 
-template <class Element>
+// Kept: of a latent in shared memory, float where the cache is FP8
+template <class Element, class Kept, bool kFp8>
 __global__ void __launch_bounds__(kThreads)
     partial_kernel(const __grid_constant__ AttentionLaunch a) {
   const MlaAttentionParams& p = a.p;
@@ -166,7 +174,7 @@ __global__ void __launch_bounds__(kThreads)
   const int Z = p.C + p.R, heads = min(kHeadBlock, p.H - rows.head);
   const int body = rows.body(), splits = rows.splits();
   extern __shared__ __align__(16) unsigned char smem[];
-  const Smem<Element> s(smem, a.stages, Z);
+  const Smem<Kept> s(smem, a.stages, Z);
 
   const auto* q = static_cast<const Element*>(p.q) + rows.row(p) * Z;
   for (int i = threadIdx.x; i < kHeadBlock * Z; i += kThreads)
@@ -179,13 +187,13 @@ __global__ void __launch_bounds__(kThreads)
       for (int h = 0; h < kHeadBlock; ++h) s.acc[h * p.C + c] = 0;
     float top = -INFINITY, sum = 0;
     int stage = 0;
-    load_tile(a, rows, begin, min(kTile, end - begin), s.tiles);
+    load_tile<kFp8>(a, rows, begin, min(kTile, end - begin), s.tiles);
     for (int at = begin; at < end; at += kTile) {
       const int next = at + kTile, count = min(kTile, end - at);
-      const Element* tile = s.tiles + stage * kTile * Z;
+      const Kept* tile = s.tiles + stage * kTile * Z;
       if (a.stages > 1) stage ^= 1;
       const bool ahead = a.stages > 1 && next < end;
-      if (ahead) load_tile(a, rows, next, min(kTile, end - next), s.tiles + stage * kTile * Z);
+      if (ahead) load_tile<kFp8>(a, rows, next, min(kTile, end - next), s.tiles + stage * kTile * Z);
       __pipeline_wait_prior(ahead ? 1 : 0);
       __syncthreads();  // every thread's copies of this tile, and q, are there
       score_tile(s, tile, Z);
@@ -194,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
       __syncthreads();  // all weights are there
       add_tile(s, tile, count, Z, p.C);
       __syncthreads();  // the tile, scores and weights are used up
-      if (!ahead && next < end) load_tile(a, rows, next, min(kTile, end - next), s.tiles);
+      if (!ahead && next < end) load_tile<kFp8>(a, rows, next, min(kTile, end - next), s.tiles);
     }
 
     auto* block =
@@ -254,21 +262,22 @@ __global__ void __launch_bounds__(kThreads)
   if (c < p.C) out[c] = Element(acc / sum);
 }
 
-template <class Element>
+template <class Element, bool kFp8>
 void run(const MlaAttentionParams& p, Stream stream) {
+  using Kept = std::conditional_t<kFp8, float, Element>;
   const int Z = p.C + p.R;
   AttentionLaunch a{.p = p};
   a.parts = static_cast<int>((int64_t{p.max_pages} * kPage + kSplit - 1) / kSplit) + 1;
-  a.stages = Smem<Element>::bytes(2, Z, p.C) <= kMaxSmem ? 2 : 1;
+  a.stages = Smem<Kept>::bytes(2, Z, p.C) <= kMaxSmem ? 2 : 1;
   a.aligned = Z % Vec<Element>::kSize == 0 && reinterpret_cast<uintptr_t>(p.cache) % 16 == 0;
-  const DynamicSmem smem = smem_up_to<kMaxSmem>(Smem<Element>::bytes(a.stages, Z, p.C));
+  const DynamicSmem smem = smem_up_to<kMaxSmem>(Smem<Kept>::bytes(a.stages, Z, p.C));
   const int64_t block_bytes = int64_t{kHeadBlock} * a.parts * (p.C + 2) * int64_t{sizeof(float)};
   const int64_t at_once = p.workspace_bytes / block_bytes;
   const int64_t blocks = int64_t{p.B} * p.N * ceil_div(p.H, kHeadBlock);
   for (a.first = 0; a.first < blocks; a.first += at_once) {
     const int x = static_cast<int>(std::min(at_once, blocks - a.first));
     const int y = std::clamp(kMaxBlocks / x, 1, std::min(a.parts, kMaxGridY));
-    launch(partial_kernel<Element>, {dim3(x, y), kThreads, smem}, stream, a);
+    launch(partial_kernel<Element, Kept, kFp8>, {dim3(x, y), kThreads, smem}, stream, a);
     launch(merge_kernel<Element>, {dim3(x * kHeadBlock, ceil_div(p.C, kThreads)), kThreads}, stream,
            a);
   }
@@ -277,8 +286,10 @@ void run(const MlaAttentionParams& p, Stream stream) {
 }  // namespace
 
 void mla_attention(const MlaAttentionParams& p, Stream stream) {
-  if (is_latent(p)) return latent_attention(p, stream);
-  dispatch(p.dtype, [&](auto element) { run<decltype(element)>(p, stream); });
+  if (is_latent(p)) return (p.fp8_bytes ? latent_fp8_attention : latent_attention)(p, stream);
+  dispatch(p.dtype, [&](auto element) {
+    dispatch(p.fp8_bytes != 0, [&](auto fp8) { run<decltype(element), fp8()>(p, stream); });
+  });
 }
 
 }  // namespace kdtree::cuda

@@ -1,6 +1,7 @@
 // What the two kernels of mla_attention share: their launch, and the rows a block has.
 #pragma once
 
+#include "fp8.cuh"
 #include "mla.cuh"
 
 namespace kdtree::cuda {
@@ -10,6 +11,7 @@ inline bool is_latent(const MlaAttentionParams& p) {
   return p.C == kLatent && p.R == kRope && p.dtype == DType::bf16;
 }
 void latent_attention(const MlaAttentionParams& p, Stream stream);
+void latent_fp8_attention(const MlaAttentionParams& p, Stream stream);
 
 struct AttentionLaunch {
   MlaAttentionParams p;
@@ -51,5 +53,18 @@ struct RowBlock {
     return context + __ffsll(static_cast<long long>(word)) - 1;
   }
 };
+
+// A row of FP8 latents in float32, by a warp.
+__device__ inline void widen_fp8(const uint8_t* row, int C, int R, float* to) {
+  const int lane = threadIdx.x % kWarp;
+  const float scale = *scale_of(row, C);
+  for (int c = 4 * lane; c < C; c += 4 * kWarp) {
+    const uint32_t codes = *reinterpret_cast<const uint32_t*>(row + c);
+    const float2 low = from_e4m3(codes & 0xffff), high = from_e4m3(codes >> 16);
+    to[c] = low.x * scale, to[c + 1] = low.y * scale;
+    to[c + 2] = high.x * scale, to[c + 3] = high.y * scale;
+  }
+  for (int i = lane; i < R; i += kWarp) to[C + i] = float(rope_of(row, C)[i]);
+}
 
 }  // namespace kdtree::cuda

@@ -94,7 +94,7 @@ struct Draw {
   }
 };
 
-__global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 1)
+__global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 2)
     sample_kernel(const __grid_constant__ SampleParams p) {
   const int64_t t = blockIdx.x / kTeam;
   const int b = t / p.N, position = p.position[t];

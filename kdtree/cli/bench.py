@@ -1,7 +1,8 @@
 """Measures prefill, decoding and drafting of a model on this machine.
 
 Each drafter decodes the same prompts; its tokens are compared with those of plain decoding (exit
-code 1 if they differ). A speed-up stands beside its acceptance length.
+code 1 if they differ). A speed-up stands beside its acceptance length. With --shape, a slice of a
+large model with random weights: the time of its layers beside their floors.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from kdtree import Engine, Result, SamplingParams
 from kdtree.checks import whole
-from kdtree.cli import draw, machine, options
+from kdtree.cli import draw, machine, options, slices
 from kdtree.cli.demo import ORACLE, PROMPT, WARM_UP
 
 PROMPTS = [
@@ -46,10 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=options.whole, default=3, metavar="R", help="runs; the median counts"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    slices.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.shape is not None:
+        return slices.run(arguments)
+    slices.unasked(arguments)
     if arguments.json is not None:
         arguments.json.touch()  # so that a file that cannot be written fails now, not at the end
     prompts = arguments.prompt or PROMPTS

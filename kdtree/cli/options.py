@@ -8,6 +8,7 @@ from kdtree import options as limits
 from kdtree.checks import shown
 from kdtree.drafters import DrafterConfig
 from kdtree.drafters.dflash import BESIDE
+from kdtree.tree import MAX_NODES
 from kdtree.weights import Progress
 
 
@@ -22,6 +23,7 @@ def add_engine(parser: argparse.ArgumentParser, budget: int | str | None = "auto
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8 for e4m3 latents")
     parser.add_argument("--quantize", help="int4: quantise routed experts while loading")
     parser.add_argument(
         "--budget", type=_budget, default=budget, metavar="N", help="draft nodes a round, or auto"
@@ -104,13 +106,22 @@ def is_oracle(name: str) -> bool:
 
 
 def _model(arguments: argparse.Namespace) -> dict:
-    names = ("device", "dtype", "quantize", "max_seq_len")
+    names = ("device", "dtype", "kv_cache_dtype", "quantize", "max_seq_len")
     return {name: getattr(arguments, name) for name in names}
 
 
 def _budget(text: str) -> int | str:
     """Nodes, or "auto"."""
     return text if text == "auto" else whole(text)
+
+
+def nodes(text: str) -> list[int]:
+    """Sizes of trees, ascending: "1,8,16"."""
+    allowed = {str(size): size for size in range(1, MAX_NODES + 1)}
+    words = {word.strip() for word in text.split(",")}
+    if not words <= allowed.keys():
+        raise ValueError(f"nodes is {shown(text)}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
+    return sorted(allowed[word] for word in words)
 
 
 def whole(text: str) -> int:

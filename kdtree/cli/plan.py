@@ -16,11 +16,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kdtree.checks import shown, whole
+from kdtree.checks import whole
 from kdtree.cli import options, units
+from kdtree.options import fp8_cache
 from kdtree.plan import Machine, Plan, Source, formulas, make_plan, read
+from kdtree.plan.slice import ASSUMED, Projected, project, read_slice
 from kdtree.plan.tensors import PARTS
-from kdtree.tree import MAX_NODES
 
 CONTEXT = 8192  # tokens that floors are for, where the caller names none
 BANDWIDTH = units.show(formulas.BANDWIDTH, "B/s")
@@ -45,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize", choices=("int4",), help="routed experts to INT4 when they are loaded"
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, or fp8 for e4m3 latents")
+    parser.add_argument(
+        "--slice", type=Path, metavar="FILE", help="steps by a result of bench --shape as well"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.set_defaults(run=run)
 
@@ -57,11 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
         bandwidth=units.parse("bandwidth", arguments.bandwidth, "B/s", "4.42TB/s"),
         peak=units.parse("peak", arguments.peak, "FLOP/s", "690TFLOP/s"),
     )
-    nodes = _nodes(arguments.nodes)
+    nodes = options.nodes(arguments.nodes)
     source = read(arguments.model)
+    fp8 = fp8_cache(arguments.kv_cache_dtype, source.config)
+    measured = arguments.slice and read_slice(arguments.slice)
     context = arguments.context
     if context is None:
-        context = min(CONTEXT, source.config.max_positions)
+        usual = min(CONTEXT, source.config.max_positions)
+        context = measured["context"] if measured else usual
     made = make_plan(
         source.config,
         source.tensors,
@@ -69,20 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
         context=whole("context", context, 1),
         nodes=nodes,
         int4=arguments.quantize == "int4",
+        fp8=fp8,
     )
+    projected = project(source.config, made, measured) if measured else []
     if arguments.json:
-        print(json.dumps(_facts(arguments.model, source, made)))
+        print(json.dumps(_facts(arguments.model, source, made, projected)))
     else:
-        _show(arguments.model, source, made)
+        _show(arguments.model, source, made, projected)
     return 0
-
-
-def _nodes(text: str) -> list[int]:
-    allowed = {str(nodes): nodes for nodes in range(1, MAX_NODES + 1)}
-    words = {word.strip() for word in text.split(",")}
-    if not words <= allowed.keys():
-        raise ValueError(f"nodes is {shown(text)}, wants numbers of 1 to {MAX_NODES}, as 1,8,16")
-    return sorted(allowed[word] for word in words)
 
 
 def _skipped(source: Source) -> dict[str, int]:
@@ -94,7 +96,7 @@ def _skipped(source: Source) -> dict[str, int]:
     return totals
 
 
-def _facts(path: Path, source: Source, made: Plan) -> dict:
+def _facts(path: Path, source: Source, made: Plan, projected: list[Projected]) -> dict:
     return {
         "model": str(path),
         "from": "headers" if source.headers else "config",
@@ -104,6 +106,7 @@ def _facts(path: Path, source: Source, made: Plan) -> dict:
         "rank_bytes": made.rank_bytes,
         "skipped_bytes": _skipped(source),
         "cache_bytes_per_token": made.cache_bytes,
+        "kv_cache_dtype": "fp8" if made.fp8 else "auto",
         "context": made.context,
         "longest_context": made.longest,
         "machine": asdict(made.machine),
@@ -111,6 +114,7 @@ def _facts(path: Path, source: Source, made: Plan) -> dict:
         "steps_ms": [
             asdict(step) | {"floor": step.read, "total": step.total} for step in made.steps
         ],
+        "by_slice_ms": [asdict(step) for step in projected],
         "legal_sizes": list(made.legal),
         "sizes": [asdict(size) for size in made.sizes],
         "illegal_sizes": {str(ranks): list(why) for ranks, why in made.illegal.items()},
@@ -118,7 +122,7 @@ def _facts(path: Path, source: Source, made: Plan) -> dict:
     }
 
 
-def _show(path: Path, source: Source, made: Plan) -> None:
+def _show(path: Path, source: Source, made: Plan, projected: list[Projected]) -> None:
     console = Console(highlight=False, markup=False)
     gpus, memory = made.machine.gpus, units.show(made.machine.memory, "B")
     origin = "its headers" if source.headers else "the config alone"
@@ -132,18 +136,22 @@ def _show(path: Path, source: Source, made: Plan) -> None:
         console.print(f"{line} (see kdtree inspect)", style="bold yellow")
     console.print(f"On {gpus} GPU{'s' * (gpus > 1)} of {memory}")
     console.print(_parts(made))
+    stored = "FP8" if made.fp8 else "bfloat16"
     console.print(
-        f"KV cache: {made.cache_bytes:,} bytes a token on every rank, in bfloat16"
+        f"KV cache: {made.cache_bytes:,} bytes a token on every rank, in {stored}"
         + ("; latents are shared by all heads, so ranks do not divide it" if gpus > 1 else "")
     )
     console.print(_fit(source, made))
     console.print(f"\nA step in ms, {made.context:,} tokens of context, one sequence")
     console.print(_steps(made))
+    if projected:
+        console.print("The same by a slice that was measured on one GPU")
+        console.print(_projected(projected))
     console.print(f"Tensor-parallel sizes, legal: {', '.join(map(str, made.legal))}")
     console.print(_sizes(made))
     for line in _illegal(made):
         console.print(f"not {line}")
-    for line in _assumptions(made):
+    for line in [*_assumptions(made), *([ASSUMED] if projected else [])]:
         console.print(f"- {line}")
 
 
@@ -207,6 +215,16 @@ def _steps(made: Plan) -> Table:
         ratio = f"{step.total / first.total:.2f}" if first.nodes == 1 else ""
         experts = f"{step.experts:.1f}"
         table.add_row(str(step.nodes), experts, *map(_digits, times), ratio)
+    return table
+
+
+def _projected(projected: list[Projected]) -> Table:
+    table, first = _table("nodes", "by ratio", "of one", "by excess", "of one"), projected[0]
+    for step in projected:
+        cells = []
+        for ms, one in ((step.ratio, first.ratio), (step.excess, first.excess)):
+            cells += [_digits(ms), f"{ms / one:.2f}" if first.nodes == 1 else ""]
+        table.add_row(str(step.nodes), *cells)
     return table
 
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention, in absorbed form over the latent cache.
 
 The key up-projection is absorbed into the query, the value up-projection into the output, so that
-attention runs over the cached latents themselves.
+attention runs over the cached latents themselves. A chunk of a prompt may take the other form.
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
@@ -12,6 +12,7 @@ from kdtree import ops
 from kdtree.cache import Step
 from kdtree.config import MlaConfig
 from kdtree.layers.linear import Linear, frozen
+from kdtree.layers.prefill import attend, unabsorbs
 from kdtree.layers.rms_norm import RmsNorm
 from kdtree.weights import Weights
 
@@ -41,9 +42,10 @@ class Mla(nn.Module):
         self.w_uk = frozen(w_uk.contiguous())  # [H, C, P]
         self.w_uv = Linear(up[:, c.nope :].contiguous())  # [H, V, C]
         self.o_proj = Linear(w.take_matrix("o_proj.weight", hidden, c.heads * c.value))
+        self.unabsorbs = unabsorbs(c, self.w_uk)
 
     def forward(self, x: Tensor, rope: Tensor, step: Step, cache: Tensor) -> Tensor:
-        """x: [T, D], normed; rope: [positions, R]; cache: [pages, 64, C + R]; returns [T, D]."""
+        """x: [T, D], normed; rope: [positions, R]; cache: the layer's rows; returns [T, D]."""
         c, position = self.config, step.position.flatten()
         query, latent = self.qkv_a_proj(x).split([self.split, c.kv_lora_rank + c.rope], 1)
         if self.q_b_proj:
@@ -59,6 +61,9 @@ class Mla(nn.Module):
             c.rotary.interleaved,
         )
         query = query.unflatten(1, (c.heads, c.nope + c.rope))
+        if step.start is not None and self.unabsorbs and cache.dtype == query.dtype:
+            values = attend(query, self.w_uk, self.w_uv.weight, rope, step, cache, c)
+            return self.o_proj(values.flatten(1))
         query = ops.mla_query(query, self.w_uk, rope, position, c.rotary.interleaved)
         mixed = ops.mla_attention(
             query.view(*step.token.shape, *query.shape[1:]),

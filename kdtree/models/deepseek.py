@@ -69,7 +69,7 @@ class Deepseek(nn.Module):
         position = step.position.flatten()
         token = step.token.flatten().clamp(0, self.config.vocab - 1)  # a draft may be anything
         embedded = F.embedding(token, self.embed_tokens)
-        y, stream, kept = embedded.to(cache.data.dtype), None, []
+        y, stream, kept = embedded.to(cache.dtype), None, []
         for i, layer in enumerate(self.layers):
             y, stream = layer.input_layernorm(y, stream)
             if i - 1 in taps:

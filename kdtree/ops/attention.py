@@ -1,4 +1,4 @@
-"""The model's attention: MLA in absorbed form, over a paged cache of latents."""
+"""The model's attention: MLA over a paged cache of latents, and over keys and values made of it."""
 
 from torch import Tensor
 from torch.library import register_fake
@@ -37,9 +37,10 @@ def mla_append(
 ) -> None:
     """Writes each row's normed latent and rotated rope part into the cache, in place.
 
-    cache: [pages, 64, C + R], contiguous; float32 or bfloat16
-    kv: [T, C + R], rows contiguous, dtype of cache
-    w: [C], dtype of cache, the latent norm's weight
+    cache: [pages, 64, C + R], contiguous; float32 or bfloat16. Or FP8, C a multiple of 16: uint8
+    [pages, 64, bytes], rows as csrc/attention.h has them (kdtree.cache.fp8_row_bytes)
+    kv: [T, C + R], rows contiguous, dtype of cache; float32 or bfloat16 beside FP8
+    w: [C], dtype of kv, the latent norm's weight
     rope: [positions, R] float32 as in mla_query; position: [T] int32
     slot: [T] int32, page * 64 + offset, distinct; a row whose slot is negative or beyond the cache
     is padding and skipped
@@ -64,7 +65,8 @@ def mla_attention(
     """Verify attention: every tree node attends to the context and to its own ancestors.
 
     q: [B, N, H, C + R] from mla_query, C + R <= 768; float32 or bfloat16
-    cache: [pages, 64, C + R], dtype of q, holding the context's rows and the nodes' own
+    cache: [pages, 64, C + R], dtype of q, holding the context's rows and the nodes' own; or FP8, as
+    in mla_append
     block_table: [B, max_pages] int32, the page of each run of 64 tokens of a sequence
     context: [B] int32, committed tokens before the root; the table holds the N slots behind them
     ancestors: [B, N] int64, bit m set for node m an ancestor or self, 0 at padded rows (N <= 64,
@@ -79,6 +81,36 @@ def mla_attention(
 @register_fake("kdtree::mla_attention")
 def _(q, cache, block_table, context, ancestors, latent, scale):
     return q.new_empty((*q.shape[:3], latent))
+
+
+def mla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_rope: Tensor,
+    rope: Tensor,
+    interleaved: bool,
+    scale: float,
+) -> Tensor:
+    """Attention of a chunk of a prompt in un-absorbed form, causal over context and chunk.
+
+    q: [N, H, P + R], not yet rotated, rows may be strided; float32 or bfloat16
+    k: [H, keys, P], v: [H, keys, V], keys and heads may be strided: of the context, and then of the
+    chunk, the last N of them; row n stands at position keys - N + n
+    k_rope: [keys, R], rotated, rows may be strided: the part that all heads share
+    rope: [positions, R] float32 as in mla_query; interleaved: as there; scale: > 0
+    returns [N, H, V], dtype of q. k, v, k_rope: dtype of q
+    The bits of a row depend on it and on the keys up to its position alone, not on the chunk; but a
+    value that is not finite may spoil the rows up to 127 positions before it.
+    It is fast with 128 + 64 features, values of 128 and bfloat16 on sm_90, where q, k, v, k_rope
+    and their rows must stand on 16 bytes; elsewhere it has a plain form.
+    """
+    return ops.mla_prefill.default(q, k, v, k_rope, rope, interleaved, scale)
+
+
+@register_fake("kdtree::mla_prefill")
+def _(q, k, v, k_rope, rope, interleaved, scale):
+    return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
 def kv_compact(

@@ -91,7 +91,7 @@ class StepTime:
 class Plan:
     """A model on a machine.
 
-    cache_bytes: of a token, on every rank
+    cache_bytes: of a token, on every rank; fp8: whether its latents are in FP8
     context: tokens before each of `steps`; longest: tokens that fit, at most the model's own;
     fitting: tokens that memory alone would allow
     sizes: up to the machine's; legal: all; illegal: up to the machine's, with the reasons
@@ -100,6 +100,7 @@ class Plan:
     machine: Machine
     parts: tuple[Part, ...]
     cache_bytes: int
+    fp8: bool
     context: int
     longest: int
     fitting: int
@@ -129,12 +130,13 @@ def make_plan(
     context: int,
     nodes: Iterable[int],
     int4: bool = False,
+    fp8: bool = False,
 ) -> Plan:
     """Plans a model on a machine.
 
     tensors: of its checkpoint; those that are no part of the text model are left out
     context: tokens committed before a step; nodes: of the trees that floors are wanted for
-    int4: routed experts become INT4 when they are loaded
+    int4: routed experts become INT4 when they are loaded; fp8: latents are cached in FP8
     Raises ValueError where the model cannot be divided among the GPUs, CapacityError where it has
     not the context.
     """
@@ -144,17 +146,18 @@ def make_plan(
     has_int4 = any("int4" == each.held_as(int4) for each in tensors)
     legal, illegal = _sizes(config, machine.gpus, has_int4)
     parts = _parts(tensors, machine.gpus, int4)
-    fitting = _fitting(config, machine, sum(part.rank_bytes for part in parts))
+    fitting = _fitting(config, machine, sum(part.rank_bytes for part in parts), fp8)
     smaller = [ranks for ranks in legal if ranks <= machine.gpus]
     return Plan(
         machine=machine,
         parts=parts,
-        cache_bytes=formulas.cache_bytes(config),
+        cache_bytes=formulas.cache_bytes(config, fp8),
+        fp8=fp8,
         context=context,
         longest=min(fitting, config.max_positions),
         fitting=fitting,
-        steps=tuple(_step(config, parts, machine, context, n) for n in nodes),
-        sizes=tuple(_size(config, tensors, machine, ranks, int4) for ranks in smaller),
+        steps=tuple(_step(config, parts, machine, context, n, fp8) for n in nodes),
+        sizes=tuple(_size(config, tensors, machine, r, int4, fp8) for r in smaller),
         legal=legal,
         illegal=illegal,
     )
@@ -198,18 +201,28 @@ def _formats(found: Iterable[tuple[str, int]]) -> str:
 
 
 def _size(
-    config: ModelConfig, tensors: list[Tensors], machine: Machine, ranks: int, int4: bool
+    config: ModelConfig,
+    tensors: list[Tensors],
+    machine: Machine,
+    ranks: int,
+    int4: bool,
+    fp8: bool,
 ) -> Size:
     held = sum(part.rank_bytes for part in _parts(tensors, ranks, int4))
-    return Size(ranks, held, min(_fitting(config, machine, held), config.max_positions))
+    return Size(ranks, held, min(_fitting(config, machine, held, fp8), config.max_positions))
 
 
-def _fitting(config: ModelConfig, machine: Machine, weights: int) -> int:
-    return formulas.longest_context(config, machine.memory - machine.reserve - weights)
+def _fitting(config: ModelConfig, machine: Machine, weights: int, fp8: bool) -> int:
+    return formulas.longest_context(config, machine.memory - machine.reserve - weights, fp8)
 
 
 def _step(
-    config: ModelConfig, parts: tuple[Part, ...], machine: Machine, context: int, nodes: int
+    config: ModelConfig,
+    parts: tuple[Part, ...],
+    machine: Machine,
+    context: int,
+    nodes: int,
+    fp8: bool,
 ) -> StepTime:
     where, m = (machine.bandwidth, machine.peak), config.moe
     experts = formulas.distinct_experts(m.experts, m.experts_per_token, nodes) if m else 0.0
@@ -223,7 +236,7 @@ def _step(
         flops = 2 * nodes * part.rank_parameters * used
         weights[part.part] = 1e3 * formulas.seconds(part.rank_bytes * read, flops, *where)
     attention = config.layers * formulas.seconds(
-        formulas.attention_bytes(config, context),
+        formulas.attention_bytes(config, context, fp8),
         formulas.attention_flops(config, context, nodes, machine.gpus),
         *where,
     )

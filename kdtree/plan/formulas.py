@@ -5,7 +5,7 @@ of them a token. Floors are those of the kernels' headers: every weight that is 
 the latents once a layer; activations, far below both, are left out.
 """
 
-from kdtree.cache import PAGE
+from kdtree.cache import PAGE, fp8_row_bytes
 from kdtree.config import ModelConfig
 from kdtree.tree import MAX_NODES
 from kdtree.weights.formats import GROUP
@@ -26,17 +26,23 @@ def seconds(bytes: float, flops: float, bandwidth: float, peak: float) -> float:
     return max(bytes / bandwidth, flops / peak)
 
 
-def cache_bytes(config: ModelConfig) -> int:
-    """Of one token, L * (C + R) elements; the same on every rank, for all heads share a latent."""
-    return config.layers * (config.mla.kv_lora_rank + config.mla.rope) * LATENT
+def row_bytes(config: ModelConfig, fp8: bool = False) -> int:
+    """Of one token in one layer: C + R elements, or a row with FP8 latents."""
+    latent, rope = config.mla.kv_lora_rank, config.mla.rope
+    return fp8_row_bytes(latent, rope) if fp8 else (latent + rope) * LATENT
 
 
-def longest_context(config: ModelConfig, free: float) -> int:
+def cache_bytes(config: ModelConfig, fp8: bool = False) -> int:
+    """Of one token, L rows; the same on every rank, for all heads share a latent."""
+    return config.layers * row_bytes(config, fp8)
+
+
+def longest_context(config: ModelConfig, free: float, fp8: bool = False) -> int:
     """Tokens of one sequence that fit in so many bytes, whatever the model was made for.
 
     Pages of the cache, MAX_NODES - 1 slots of a tree beyond the last token, and the rotary table.
     """
-    token = cache_bytes(config) + config.mla.rope * ROTARY
+    token = cache_bytes(config, fp8) + config.mla.rope * ROTARY
     pages = int(free // (PAGE * token))
     return max(pages * PAGE - (MAX_NODES - 1), 0)
 
@@ -46,9 +52,9 @@ def distinct_experts(experts: int, per_token: int, rows: int) -> float:
     return experts * (1 - (1 - per_token / experts) ** rows)
 
 
-def attention_bytes(config: ModelConfig, context: int) -> int:
-    """Latents that one layer reads, S * (C + R) elements, on every rank."""
-    return context * (config.mla.kv_lora_rank + config.mla.rope) * LATENT
+def attention_bytes(config: ModelConfig, context: int, fp8: bool = False) -> int:
+    """Latents that one layer reads, S rows, on every rank."""
+    return context * row_bytes(config, fp8)
 
 
 def attention_flops(config: ModelConfig, context: int, nodes: int, ranks: int) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from model_ref.checkpoint import cached_fp8, from_bf16, to_bf16
+
 INNER_EPS = 1e-6  # of the norms of the query's and the key's latents, whatever rms_norm_eps is
 
 
@@ -27,10 +29,16 @@ class Route:
 
 @dataclass
 class Trace:
-    """What a forward passed through: the residual stream [T, D] of each layer, and the routers."""
+    """What a forward passed through: the residual stream [T, D] of each layer, and the routers.
+
+    latents, cached: [T, C + R] of each layer, normed latents and rotated rope parts as they are
+    made and as attention reads them; with a cache in FP8 alone
+    """
 
     after_attention: list[np.ndarray] = field(default_factory=list)
     after_mlp: list[np.ndarray] = field(default_factory=list)
+    latents: list[np.ndarray] = field(default_factory=list)
+    cached: list[np.ndarray] = field(default_factory=list)
     routes: dict[int, Route] = field(default_factory=dict)
 
 
@@ -156,10 +164,13 @@ def route(logits: np.ndarray, bias: np.ndarray | None, c: dict) -> Route:
 
 
 class Model:
-    """config: the text part of config.json; rope: {"theta", "yarn"}; w: name to float64 array."""
+    """config: the text part of config.json; rope: {"theta", "yarn"}; w: name to float64 array.
 
-    def __init__(self, config: dict, rope: dict, w: dict[str, np.ndarray]):
-        self.c, self.rope, self.w = config, rope, w
+    fp8_cache: attention reads latents from e4m3 with a float32 scale a row, rope from bfloat16
+    """
+
+    def __init__(self, config: dict, rope: dict, w: dict[str, np.ndarray], fp8_cache: bool = False):
+        self.c, self.rope, self.w, self.fp8_cache = config, rope, w, fp8_cache
 
     def forward(self, ids: np.ndarray, cache: Cache) -> tuple[np.ndarray, Trace]:
         """Appends the rows to the cache; returns their logits [T, W] and what they passed."""
@@ -169,7 +180,7 @@ class Model:
         for i in range(c["num_hidden_layers"]):
             name, eps = f"model.layers.{i}", c["rms_norm_eps"]
             x = rms_norm(h, w[f"{name}.input_layernorm.weight"], eps)
-            h = h + self.attention(i, x, positions, cache)
+            h = h + self.attention(i, x, positions, cache, trace)
             trace.after_attention.append(h)
             x = rms_norm(h, w[f"{name}.post_attention_layernorm.weight"], eps)
             h = h + self.mlp(i, x, trace)
@@ -178,7 +189,9 @@ class Model:
         head = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
         return x @ w[f"{head}.weight"].T, trace
 
-    def attention(self, i: int, x: np.ndarray, positions: np.ndarray, cache: Cache) -> np.ndarray:
+    def attention(
+        self, i: int, x: np.ndarray, positions: np.ndarray, cache: Cache, trace: Trace
+    ) -> np.ndarray:
         c, T, name = self.c, len(x), f"model.layers.{i}.self_attn"
         H, C, P, R = (
             c[key]
@@ -191,11 +204,15 @@ class Model:
         q = (q @ w["q_b_proj" if c["q_lora_rank"] else "q_proj"].T).reshape(T, H, P + R)
         kv = x @ w["kv_a_proj_with_mqa"].T
         latent = rms_norm(kv[:, :C], w["kv_a_layernorm"], INNER_EPS)
-        expanded = (latent @ w["kv_b_proj"].T).reshape(T, H, -1)
         cos, sin = rope_table(self.rope, R, positions)
         interleaved = c.get("rope_interleave", True)
         q_rope = rotate(q[..., P:], cos, sin, interleaved)
         k_rope = rotate(kv[:, None, C:], cos, sin, interleaved)  # one for all heads
+        if self.fp8_cache:
+            trace.latents.append(np.concatenate([latent, k_rope[:, 0]], -1))
+            latent, k_rope = cached_fp8(latent), from_bf16(to_bf16(k_rope))
+            trace.cached.append(np.concatenate([latent, k_rope[:, 0]], -1))
+        expanded = (latent @ w["kv_b_proj"].T).reshape(T, H, -1)
         k = np.concatenate([expanded[..., :P], np.repeat(k_rope, H, axis=1)], -1)
         k, v = cache.append(i, k, expanded[..., P:])
         q = np.concatenate([q[..., :P], q_rope], -1)

@@ -100,6 +100,7 @@ class Variant:
     embed_std: float = 1.0
     logit_std: float = 2.5
     latent_gain: float = 1.0  # of the latents before their norms
+    kv_cache_dtype: str = "auto"  # or fp8: latents are read from e4m3
     router_gain: float = 1.5  # sigma of the router's logits
     bias: tuple[float, float] = (0.0, 0.15)  # mean and sigma of e_score_correction_bias
 
@@ -143,6 +144,13 @@ VARIANTS = {
         rope_spelling="rope_parameters",
     ),
     "dense": small("no MoE layer at all", 17, {"first_k_dense_replace": 3}),
+    "wide-heads": small(
+        "heads of 128 + 64 and 128 features, latents of 512, no MoE; a prompt of 150 tokens",
+        1,
+        {"first_k_dense_replace": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        prompt=150,
+    ),
     "no-shared": small("n_shared_experts null", 13, {"n_shared_experts": None}),
     "two-shared": small("two shared experts as one wide MLP", 6, {"n_shared_experts": 2}),
     "q-lora-none": small("q_lora_rank null: a single q_proj", 9, {"q_lora_rank": None}),
@@ -218,6 +226,7 @@ VARIANTS = {
         {"hidden_size": 192, "intermediate_size": 144, "moe_intermediate_size": 160},
         format="fp8",
     ),
+    "fp8-cache": small("latents cached in e4m3, a scale each", 18, kv_cache_dtype="fp8"),
     "f16": small("float16", 0, format="f16"),
     "vocab-odd": small("509 words", 32, {"vocab_size": 509}),
     "norm-tiny": small(

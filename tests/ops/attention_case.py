@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from fp8_rows import widened
 from torch import Tensor
 
 from kdtree import ops
@@ -13,7 +15,7 @@ WILD = 2147480000  # a block table entry that must not be followed
 @dataclass
 class Case:
     q: Tensor  # [B, N, H, C + R]
-    cache: Tensor  # [pages, 64, C + R], NaN where no node sees it
+    cache: Tensor  # [pages, 64, C + R], NaN where no node sees it; or FP8, see fp8_rows.py
     block_table: Tensor  # [B, max_pages]
     context: Tensor  # [B]
     ancestors: Tensor | None  # [B, N]
@@ -40,6 +42,13 @@ class Case:
         """Where in the cache token slots are: their pages, and their places there."""
         slot = torch.tensor(slots, dtype=torch.long)
         return self.block_table[b, slot // 64].long(), slot % 64
+
+    def keys(self, b: int, slots: list[int]) -> np.ndarray:
+        """[len(slots), C + R] float64"""
+        rows = self.cache[self.rows(b, slots)]
+        if rows.dtype == torch.uint8:
+            rows = widened(rows, self.latent, self.q.shape[3] - self.latent)
+        return rows.double().numpy()
 
 
 def random_parents(N: int, rng: torch.Generator, path: list[int] | None = None) -> list[int]:

@@ -53,6 +53,7 @@ def kv_compact_ref(cache, block_table, context, path, length):
         (torch.float32, 5),
         (torch.float64, 3),
         (torch.bfloat16, 144),
+        (torch.uint8, 656),  # FP8 latents of 512 + 64 features
         (torch.float32, 576),
     ],
 )

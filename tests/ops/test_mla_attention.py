@@ -21,7 +21,7 @@ def mla_attention_ref(case) -> tuple[np.ndarray, np.ndarray]:
         slots = case.slots(b, n)
         if not slots:
             continue
-        keys = case.cache[case.rows(b, slots)].double().numpy()
+        keys = case.keys(b, slots)
         score = case.scale * q[b, n] @ keys.T
         weight = np.exp(score - score.max(-1, keepdims=True))
         weight /= weight.sum(-1, keepdims=True)
@@ -33,6 +33,7 @@ def mla_attention_ref(case) -> tuple[np.ndarray, np.ndarray]:
 def check(case, device):
     latent = case.q.dtype == torch.bfloat16 and case.q.shape[3] == 576 and case.latent == 512
     op = "mla_attention_latent" if latent else "mla_attention"
+    op += "_fp8" * (case.cache.dtype == torch.uint8)
     assert_close(op, case.to(device).run(), *mla_attention_ref(case))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_case import random_case
+from fp8_rows import quantised
 
 from kdtree import ops
 
@@ -29,7 +30,8 @@ def bits() -> str:
         words = (*shape[:-1], shape[-1] // 8)
         return torch.randint(-(2**31), 2**31, words, generator=rng, dtype=torch.int64).int().cuda()
 
-    for T, I, O in ((17, 1024, 320), (64, 2048, 192), (130, 576, 1056)):
+    dense = (12, 1024, 320), (17, 1024, 320), (64, 2048, 192), (40, 160, 18016), (130, 576, 1056)
+    for T, I, O in dense:
         x = rand(T, I)
         packed = ops.int4_pack(codes(O, I), rand(O, I // 32).abs())
         for y in (ops.linear(x, rand(O, I)), ops.int4_linear(x, *packed)):
@@ -43,8 +45,10 @@ def bits() -> str:
     y = ops.moe_experts(rand(T, D), ids, weights, up, down, up_scale, down_scale)
     sums.update(y.float().cpu().numpy().tobytes())
     for context, N, H in (([300, 5], 12, 20), ([5000], 3, 64), ([4600], 40, 8)):
-        y = random_case(context, N, H, 512, 64, torch.bfloat16, rng).to("cuda").run()
-        sums.update(y.float().cpu().numpy().tobytes())
+        case = random_case(context, N, H, 512, 64, torch.bfloat16, rng)
+        for cache in (case.cache, quantised(case.cache, 512)):
+            case.cache = cache
+            sums.update(case.to("cuda").run().float().cpu().numpy().tobytes())
     return sums.hexdigest()
 
 

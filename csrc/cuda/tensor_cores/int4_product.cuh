@@ -7,6 +7,7 @@ namespace kdtree::cuda {
 
 void int4_linear_mma(const Product&, Stream);   // bf16 rows and scales; any GPU, any alignment
 bool int4_linear_sm90(const Product&, Stream);  // sm_90a and vectors; false: done nothing
+bool int4_linear_few(Product, Stream);          // likewise, up to 16 rows and few outputs
 
 // Of each of two tiles' scales, kTileScales bytes apart, two matrices, whose rows are in turn the scales
 // of 8 outputs and of the next 8: transposed, a lane has both of its outputs'. Where its row stands.
@@ -16,8 +17,9 @@ __device__ inline int scales_of_lane() {
   return lane / 16 * kTileScales + lane / 8 % 2 * 32 + lane % 2 * 16;
 }
 
-// sum += a tile (a lane's 16 bytes of it) times rows. scale: of the outputs g and g + 8 in one word,
-// of g + 16 and g + 24 in the other; x: address of a lane's matrix row; kLine: bytes of a row of x
+// sum += a tile (a lane's 16 bytes of it) times rows, over kInt4Unit. scale: of the outputs g and
+// g + 8 in one word, of g + 16 and g + 24 in the other; x: address of a lane's matrix row; kLine:
+// bytes of a row of x
 template <int kLine, int kNT>
 __device__ inline void multiply_tile(const uint4& tile, uint32_t x, const uint32_t (&scale)[2],
                                      Sums<2, kNT>& sum) {
@@ -32,8 +34,8 @@ __device__ inline void multiply_tile(const uint4& tile, uint32_t x, const uint32
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     uint32_t a[2][4];
-    int4_fragment(words[m][0], a[0]);
-    int4_fragment(words[m][1], a[1]);
+    int4_parts(words[m][0], a[0]);
+    int4_parts(words[m][1], a[1]);
     const float low = __uint_as_float(scale[m] << 16), high = __uint_as_float(scale[m] & ~0xffffu);
 #pragma unroll
     for (int n = 0; n < kNT; ++n) {
@@ -44,6 +46,17 @@ __device__ inline void multiply_tile(const uint4& tile, uint32_t x, const uint32
       for (int i = 0; i < 4; ++i) sum[m][n][i] = fmaf(i < 2 ? low : high, group[i], sum[m][n][i]);
     }
   }
+}
+
+// The sums of whole codes from those of int4_parts.
+template <int kNT>
+__device__ inline void in_whole_codes(Sums<2, kNT>& sum) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < kNT; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[m][n][i] *= kInt4Unit;
 }
 
 // Where a lane reads in the first stage.

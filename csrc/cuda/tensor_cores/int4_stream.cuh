@@ -13,6 +13,7 @@ namespace kdtree::cuda {
 
 template <int S, int K>
 struct Int4Stage {  // K columns: tiles of each of S sides
+  static_assert(S * K % 2 == 0);  // scales are read by pairs of tiles
   uint4 code[K][S][kWarp];
   __nv_bfloat16 scale[K][S][kInt4Tile];
 };
@@ -173,8 +174,9 @@ __device__ inline void multiply_run(Stream& stream, int columns, const __nv_bflo
     } else {
 #pragma unroll 1
       for (int i = 0; i < min(left, K); ++i) {
-        uint32_t scale[4];
-        stream.scales(i * S, scale);
+        uint32_t scale[4];  // of an even tile and the next, which is the stage's, too
+        stream.scales(i * S / 2 * 2, scale);
+        if (i * S % 2) scale[0] = scale[2], scale[1] = scale[3];
 #pragma unroll
         for (int side = 0; side < S; ++side) multiply(i, side, side, scale, b[0]);
 #pragma unroll

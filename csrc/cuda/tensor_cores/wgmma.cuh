@@ -19,6 +19,16 @@ __device__ inline void tensor_copy(uint32_t to, const CUtensorMap& tensor, int i
       : "memory");
 }
 
+// Likewise of a tensor of four dimensions.
+__device__ inline void tensor_copy(uint32_t to, const CUtensorMap& tensor, int first, int second,
+                                   int third, int fourth, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&tensor), "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(barrier)
+      : "memory");
+}
+
 // Fetches a description before it is used.
 __device__ inline void tensor_ready(const CUtensorMap& tensor) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor) : "memory");
@@ -72,6 +82,20 @@ __device__ inline void wgmma(float (&c)[8][4], uint64_t a, uint64_t b) {
         "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
         "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
         "+f"(c[7][2]), "+f"(c[7][3])
+      : "l"(a), "l"(b));
+}
+__device__ inline void wgmma(float (&c)[9][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,"
+      "%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,"
+      "%35}, %36, %37, 1, 1, 1, 0, 0;"
+      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
+        "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
+        "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
+        "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
+        "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
+        "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3])
       : "l"(a), "l"(b));
 }
 __device__ inline void wgmma(float (&c)[16][4], uint64_t a, uint64_t b) {
