@@ -3,10 +3,9 @@
 An oracle drafts the true tokens with the given probability: an upper bound for a drafter that is as
 often right, not a drafter. A row of kind "decode" is one drafter's figures over all prompts, with
 the speed-up over plain decoding beside its acceptance length. On CUDA rounds are replayed from
-graphs; those of EAGER are also launched op by op, in rows whose "graphs" is false, and their
-speed-up is over plain decoding launched so. between_ms is what of a round no phase is: the device
-waits. A row of kind "forward" is the time of a forward of N nodes, and over that of one; its drafts
-are wrong, so that there are many rounds.
+graphs, and phases_ms are those of the calls' first rounds; those of EAGER are also launched op by
+op, in rows whose "graphs" is false, and their speed-up is over plain decoding launched so. A row of
+kind "forward" is the time of a forward of N nodes, and over that of one; its drafts are wrong.
 benchmarks/tables.py puts both kinds into README.md.
 """
 
@@ -20,7 +19,7 @@ from kdtree.cli import bench, options
 NODES = (1, 2, 4, 8, 16, 32, 64)
 COLUMNS = (
     *("drafter", "tree", "budget", "graphs", "temperature"),
-    *("tokens_per_s", "acceptance_length", "speedup", "ms_per_round", "between_ms", "phases_ms"),
+    *("tokens_per_s", "acceptance_length", "speedup", "ms_per_round", "phases_ms"),
     *("N", "ms", "over_one"),
 )
 RUNS: list[tuple[str, str, int | str]] = [  # drafter, tree, budget
@@ -52,8 +51,7 @@ def decode_rows(arguments, temperature: float, graphs: bool) -> list[dict]:
         figures = bench.summary(results, reference)
         assert figures["identical"], f"{drafter}, {tree}: other tokens than plain decoding"
         facts |= {"graphs": graphs and cuda, "temperature": temperature}
-        between = figures["ms_per_round"] - sum(figures["phases_ms"].values())
-        rows.append(facts | figures | {"between_ms": between})
+        rows.append(facts | figures)
     return rows
 
 

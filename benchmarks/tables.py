@@ -118,7 +118,7 @@ def decode_table(rows: dict[str, list[dict]]) -> str:
 def launches_table(rows: list[dict]) -> str:
     """A line a temperature and run that was launched both ways: what of a gain is fewer forwards,
     and what is less time a round. Nothing where none was."""
-    each = "ms a round", "ms between rounds", "tokens/s"
+    each = "ms a round", "tokens/s"
     titles = (f"{title}, {how}" for title in each for how in ("op by op", "graph"))
     lines = [["T", "drafter", "accepted", *titles]]
     graphs, eager = (_decodes(r for r in rows if r.get("graphs") is how) for how in (True, False))
@@ -126,7 +126,6 @@ def launches_table(rows: list[dict]) -> str:
         pair = row, graphs[case]
         cells = [f"{row['acceptance_length']:.2f}"]
         cells += [f"{each['ms_per_round']:.2f}" for each in pair]
-        cells += [f"{each['between_ms']:.3f}" for each in pair]
         cells += [f"{each['tokens_per_s']:.0f}" for each in pair]
         lines.append([f"{case[0]:g}", _name(*case[1:]), *cells])
     return _table(lines) if eager else ""

@@ -1,6 +1,6 @@
 // The library's schemas, in one table, and the threads that its CPU kernels borrow from torch. The
-// ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_attention.cpp, ops_draft.cpp and
-// ops_tree.cpp.
+// ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_attention.cpp, ops_draft.cpp,
+// ops_tree.cpp and ops_generation.cpp.
 #include "ops.h"
 
 #include "cpu/common.h"
@@ -72,4 +72,10 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
   m.def(
       "tree_accept(Tensor token, Tensor parent, Tensor target, Tensor finite)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
+
+  m.def(
+      "generation_build(int graph, Tensor packed, Tensor(a!) active, Tensor(b!) ring,"
+      " Tensor(c!) control) -> int");
+  m.def("generation_launch(Tensor(a!) active, int generation) -> ()");
+  m.def("generation_free(Tensor active, int generation) -> ()");
 }

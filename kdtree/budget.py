@@ -37,6 +37,8 @@ class AutoBudget:
     The choice is made on the host, from small reads: two a round with a draft, else one.
     """
 
+    replans = True
+
     def __init__(
         self, drafter: Drafter, costs: Costs, graphs: Graphs | None = None, *, timed=False
     ):

@@ -7,7 +7,6 @@ A round makes every decision on the device; the host reads one record of it.
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -21,12 +20,13 @@ from kdtree.costs import Costs
 from kdtree.drafters import Drafter, DrafterConfig, Setup
 from kdtree.errors import NumericsError
 from kdtree.graphs import Graphs
+from kdtree.launches import Launches
 from kdtree.measure import automatic
 from kdtree.models import load_model
 from kdtree.options import Prompt
 from kdtree.outputs import Chunk, Result
-from kdtree.phases import Phases, Spent, mark
-from kdtree.record import Asked, Records, Round, Sent
+from kdtree.phases import Phases, Spent
+from kdtree.record import Asked, Round
 from kdtree.request import Request
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
@@ -37,7 +37,6 @@ from kdtree.weights import Progress
 
 # Rows of a prompt's chunk, by device; chunks end at multiples of it.
 PREFILL = {"cpu": 256, "cuda": 2048}
-TIMED = 16  # rounds of which one has its phases timed, where graphs replay them
 
 
 class Engine:
@@ -107,10 +106,10 @@ class Engine:
         self.drafter.bind(self.model)
         self.cache = KvCache.of(self.config, self.max_batch, self.max_seq_len, fp8=fp8, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
-        self._graphs = Graphs(self.device, flag("cuda_graphs", cuda_graphs))
-        self._records = Records(self.device)
+        graphs = Graphs(self.device, flag("cuda_graphs", cuda_graphs))
+        self._launches = Launches(self.device, graphs)
         if setup.budget is None:
-            own = self.model, self.cache, self.state, self._graphs
+            own = self.model, self.cache, self.state, graphs
             self.drafter = automatic(self.drafter, budget, *own)
         self._free = Lock()  # held by the one generation at a time
 
@@ -195,16 +194,9 @@ class Engine:
             for _, chunk in run:
                 yield chunk
 
-    def _launch(self, asked: Asked) -> Sent:
-        """A round on its way to the device: replayed, where its like was run before."""
-        began, work = mark(self.device), partial(self._round, asked)
-        plan = self.drafter.plan(self.state)
-        done = work() if plan is None else self._graphs(("round", plan, asked), work)
-        return self._records.send(done, began)
-
-    def _round(self, asked: Asked) -> Round:
+    def _round(self, asked: Asked, timed: bool) -> Round:
         """Commits at least one token per active sequence."""
-        phases = Phases(self.device)
+        phases = Phases(self.device, timed)
         with phases.phase("draft"):
             tree = self.drafter.propose(self.state)
         with phases.phase("forward"):
@@ -222,44 +214,35 @@ class Engine:
 
     @torch.no_grad()
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Chunk]]:
-        """Runs requests to their ends, max_batch at a time; each that ends makes room for one.
-
-        While the host reads a round the device runs the next. A sequence that has ended takes no
-        part in that, or does in vain where only the host could see its end.
-        """
+        """Runs requests to their ends, max_batch at a time; each that ends makes room for one."""
         waiting, running = deque(requests), [None] * self.max_batch
-        asked = Asked(
-            masking=any(r.params.min_tokens for r in requests),
-            best=max((r.params.logprobs or 0 for r in requests), default=0),
-            traced=any(r.completion.trace is not None for r in requests),
-        )
-        launched, spent, flight = 0, Spent(), deque()
+        asked, spent = Asked.by(requests), Spent()
         if not self._free.acquire(blocking=False):
             raise ValueError("the engine is generating: exhaust or close its stream first")
         try:
             while waiting or any(running):
                 self._admit(waiting, running)
-                flight.append((list(running), self._launch(asked)))
-                # The next one's replay would overwrite the times of one that is to be timed.
-                ahead = int(self._graphs.on and launched % TIMED > 0)
-                launched += 1
-                while len(flight) > ahead:
-                    owners, sent = flight.popleft()
-                    emitted = sent.read()
-                    spent.add(None if flight else sent.phases())
-                    for b, request in enumerate(owners):
-                        if request is None or request.finished:
-                            continue
-                        yield request, request.accept(emitted[b])
-                        if request.completion.finish_reason == "error":
-                            raise NumericsError(*request.failure())
-                        if request.finished:
-                            self.state.halt(b)
-                            request.completion.metrics.phases = spent.read()
-                            running[b] = None
+                own = self.drafter, self.state, asked, self._round
+                with closing(self._launches.rounds(*own, running, waiting, spent)) as rounds:
+                    for emitted in rounds:
+                        for b, request in enumerate(running):
+                            if request is None:
+                                continue
+                            yield request, request.accept(emitted[b])
+                            if request.completion.finish_reason == "error":
+                                raise NumericsError(*request.failure())
+                            if request.finished:
+                                self._halt(b)
+                                request.completion.metrics.phases = spent.read()
+                                running[b] = None
         finally:
             self.state.active.fill_(False)
             self._free.release()
+
+    def _halt(self, b: int) -> None:
+        """Sequence b takes part in no later round, wherever rounds are launched from."""
+        self.state.halt(b)
+        self._launches.end(b)
 
     def _admit(self, waiting: deque[Request], running: list[Request | None]) -> None:
         """Starts those who wait in the sequences that are free."""

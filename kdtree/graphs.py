@@ -6,6 +6,10 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+
+from kdtree.generation import Generation
+from kdtree.record import Round
 
 T = TypeVar("T")
 
@@ -27,6 +31,7 @@ class Graphs:
         self.steady = True
         self._device, self._pool = device, None
         self._made: dict[Hashable, tuple[torch.cuda.CUDAGraph, object] | None] = {}
+        self._together: dict[Hashable, Generation] | None = {}  # None where there can be none
 
     def __call__(self, key: Hashable, work: Callable[[], T]) -> T:
         """What work() returns. Works of equal keys launch the same kernels on the same tensors."""
@@ -38,7 +43,7 @@ class Graphs:
             return work()
         if self._made[key] is None:
             try:
-                self._made[key] = self._capture(work)
+                self._made[key] = self._capture(work, torch.cuda.CUDAGraph())
             except RuntimeError as error:
                 self.on = False
                 self._made.clear()
@@ -49,8 +54,26 @@ class Graphs:
             graph.replay()
         return result
 
-    def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = torch.cuda.CUDAGraph()
+    def generation(
+        self, key: Hashable, work: Callable[[], Round], active: Tensor
+    ) -> Generation | None:
+        """Rounds of this key by one launch, once its graph is made; None before, and where there
+        can be none. work: a round without events; active: see Generation"""
+        if self._together is None or not self.on or not self._made.get(key):
+            return None
+        if key not in self._together:
+            try:
+                made = self._capture(work, torch.cuda.CUDAGraph(keep_graph=True))
+                self._together[key] = Generation(*made, active)
+            except RuntimeError as error:
+                self._together = None
+                warnings.warn(f"each round is launched by the host: {error}", stacklevel=2)
+                return None
+        return self._together[key]
+
+    def _capture(
+        self, work: Callable[[], T], graph: torch.cuda.CUDAGraph
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
         collecting = gc.isenabled()
         gc.disable()  # what it frees could call CUDA, which ends a capture
         try:

@@ -12,7 +12,8 @@ class Metrics:
     in which one was accepted
     Seconds are of the wall clock from when the completion's turn came; where several run at once,
     decode_s is without what the others' prompts took meanwhile, ttft_s with it. phases are of the
-    whole call up to its end.
+    whole call up to its end; where CUDA graphs replay its rounds, as if all took what the first
+    one took, and one in 16 of those that the host launches.
     """
 
     prompt_tokens: int = 0

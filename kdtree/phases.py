@@ -8,24 +8,26 @@ import torch
 
 
 class Phases:
-    """Marks of one round, one after another.
+    """Marks of one round, one after another from its beginning on.
 
     On CUDA they are events, to be read once the device has come so far: no host sync. In a graph
     they are part of it, and tell of its last replay.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, timed: bool = True):
+        self._device, self._timed = device, timed
+        self._began = mark(device) if timed else None
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         yield
-        self._marks.append((name, mark(self._device)))
+        if self._timed:
+            self._marks.append((name, mark(self._device)))
 
-    def seconds(self, began: float | torch.cuda.Event) -> dict[str, float]:
-        """By phase, from the mark before it; the first one's from this mark on."""
-        starts = [began, *(mark for _, mark in self._marks)]
+    def seconds(self, began: float | torch.cuda.Event | None = None) -> dict[str, float]:
+        """By phase, from the mark before it; the first one's from an earlier mark, if given."""
+        starts = [began or self._began, *(mark for _, mark in self._marks)]
         return {
             name: end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
             for start, (name, end) in zip(starts, self._marks, strict=False)

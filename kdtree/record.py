@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kdtree.outputs import RoundTrace
 from kdtree.phases import Phases
-from kdtree.request import Emitted
+from kdtree.request import Emitted, Request
 from kdtree.tree import Path, TokenTree
 
 
@@ -22,6 +22,14 @@ class Asked:
     masking: bool = False
     best: int = 0
     traced: bool = False
+
+    @staticmethod
+    def by(requests: list[Request]) -> "Asked":
+        return Asked(
+            masking=any(r.params.min_tokens for r in requests),
+            best=max((r.params.logprobs or 0 for r in requests), default=0),
+            traced=any(r.completion.trace is not None for r in requests),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +118,8 @@ class Records:
         self._slots = [(torch.empty(0, dtype=torch.int64), None)] * self.SLOTS
         self._next = 0
 
-    def send(self, round: Round, began: float | torch.cuda.Event) -> Sent:
-        """began: the mark from which the round's first phase counts"""
+    def send(self, round: Round, began: float | torch.cuda.Event | None = None) -> Sent:
+        """began: the mark from which the round's first phase counts, if not its own"""
         packed = round.packed
         if not self._cuda:
             return Sent(round, began, packed, None)

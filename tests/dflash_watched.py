@@ -24,6 +24,8 @@ class Watched:
 class Watcher:
     """rounds: (sequence, its completion, committed tokens, hidden [J, D], logits [J, W]) each."""
 
+    replans = True
+
     def __init__(self, drafter, trees):
         self.drafter, self.trees = drafter, trees
         self.nodes = (trees or drafter).nodes

@@ -76,6 +76,7 @@ def test_a_thousand_rounds(kind, dtype, batch, temperature, rounds):
         assert_left_alike(graphed, eager)
         done += sum(r.metrics.rounds for r in got)
         number += 1
+    assert graphed._launches._graphs._together  # rounds were launched together
 
 
 @needs_cuda
@@ -109,7 +110,7 @@ def test_what_a_call_asks_beside_tokens():
         prompts, params = call(number, 0.0)
         params = [
             SamplingParams(max_tokens=30, logprobs=number % 4, min_tokens=9 * (number % 2),
-                           stop_token_ids=tuple(range(100)), ignore_eos=True)
+                           stop_token_ids=tuple(range(60)), ignore_eos=True)
         ] * len(params)  # fmt: skip
         traced = number % 3 == 0
         want, got = (e.generate(prompts, params, trace=traced) for e in (eager, graphed))
@@ -200,3 +201,35 @@ def test_without_cuda_work_runs_as_it_is():
     runs, graphs = [], Graphs(torch.device("cpu"))
     assert [graphs("key", lambda: runs.append(1) or len(runs)) for _ in range(3)] == [1, 2, 3]
     assert graphs.steady and not graphs.on
+
+
+def test_where_a_capture_fails(monkeypatch):
+    """All work runs as it is from then on, which is said once."""
+    runs, graphs = [], Graphs(torch.device("cpu"))
+
+    def fail(work, graph):
+        raise RuntimeError("no such op")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda **options: None)
+    monkeypatch.setattr(graphs, "_capture", fail)
+    graphs.on = True  # as on CUDA
+    with pytest.warns(UserWarning, match="goes on without CUDA graphs: no such op") as said:
+        done = [graphs(key, lambda: runs.append(1) or len(runs)) for key in "aaabbb"]
+    assert done == [1, 2, 3, 4, 5, 6] and len(said) == 1 and not graphs.on
+
+
+def test_where_no_generation_can_be_made(monkeypatch):
+    """Each round is launched by the host, which is said once; before its graph, nothing is made."""
+    graphs = Graphs(torch.device("cpu"))
+
+    def fail(work, graph):
+        raise RuntimeError("no such node")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda **options: None)
+    monkeypatch.setattr(graphs, "_capture", fail)
+    graphs.on, graphs._made["known"] = True, (None, None)
+    active = torch.ones(1, dtype=torch.bool)
+    assert graphs.generation("new", int, active) is None
+    with pytest.warns(UserWarning, match="round is launched by the host: no such node") as said:
+        assert [graphs.generation("known", int, active) for _ in range(3)] == [None] * 3
+    assert len(said) == 1 and graphs.on

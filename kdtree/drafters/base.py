@@ -41,10 +41,12 @@ class Setup:
 
 class Drafter(Protocol):
     """taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees, which
-    may be set lower, and back, between rounds."""
+    may be set lower, and back, between rounds; replans: whether `plan` says another thing from
+    round to round, or the same while a text goes on."""
 
     taps: tuple[int, ...]
     nodes: int
+    replans: bool
 
     def bind(self, model: Deepseek) -> None:
         """The target is loaded: once, before anything else is asked of the drafter."""
@@ -86,6 +88,7 @@ class Stateless:
 
     taps: tuple[int, ...] = ()
     nodes: int
+    replans = False
 
     def bind(self, model: Deepseek) -> None:
         pass

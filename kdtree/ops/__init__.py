@@ -11,6 +11,7 @@ from kdtree.ops.attention import kv_compact, mla_append, mla_attention, mla_pref
 from kdtree.ops.dense import add_rms_norm, linear, rms_norm, swiglu
 from kdtree.ops.draft import block_append, block_attention, block_conv, block_embed, edge_scores
 from kdtree.ops.experts import int4_linear, int4_pack, moe_experts, moe_route
+from kdtree.ops.generation import generation_build, generation_free, generation_launch
 from kdtree.ops.tree import draft_logits, sample, top_logprobs, tree_accept, tree_build
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "block_embed",
     "draft_logits",
     "edge_scores",
+    "generation_build",
+    "generation_free",
+    "generation_launch",
     "int4_linear",
     "int4_pack",
     "kv_compact",

@@ -107,6 +107,8 @@ class DflashDrafter:
     prefill, the root's with the round that commits it.
     """
 
+    replans = False
+
     def __init__(self, config: DflashConfig, setup: Setup):
         directory = config.directory(setup.directory)
         c = config.architecture(directory, setup)
