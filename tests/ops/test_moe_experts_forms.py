@@ -70,6 +70,22 @@ def test_places_that_are_not_full(D, F, device, rng):
     check_rows(case_of(D, F, 3, 2, device, rng), (1, 30, 200))
 
 
+# runs of several stages, longer than a ring, of none; more items than blocks; an odd tile
+@pytest.mark.parametrize(
+    "D, F, K", [(4096, 64, 8), (8192, 96, 5), (32, 512, 16), (2080, 512, 16), (6240, 448, 3)]
+)
+def test_one_row(D, F, K, device, rng):
+    """Alone, a row of few hidden features is multiplied by kernels of its own."""
+    case = case_of(D, F, 19, K, device, rng)
+    case.ids[:3] = torch.randint(-1, 19, (3, K), generator=rng).int()  # some are absent
+    case.ids[5, 0] = case.ids[6] = -1
+    case.ids[7] = case.ids[8] = 18  # one expert only
+    want = ops.moe_experts(*case.args())
+    for row in range(9):
+        rows = slice(row, row + 1)
+        assert torch.equal(ops.moe_experts(*case.args(rows)), want[rows])
+
+
 def test_scales_that_start_anywhere(device, rng):
     case = case_of(160, 96, 5, 8, device, rng)
     want = ops.moe_experts(*case.args())

@@ -63,6 +63,18 @@ __device__ inline void store_async(const float* to, const uint64_t* barrier, int
       "f"(v.x), "f"(v.y), "r"(told)
       : "memory");
 }
+// The same of one float.
+__device__ inline void store_async(const float* to, const uint64_t* barrier, int rank, float v) {
+  uint32_t at, told;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(to)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(told)
+      : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(at),
+      "f"(v), "r"(told)
+      : "memory");
+}
 
 // The kernel launched after this one, if early, may begin from here on, where it finds room.
 __device__ inline void let_next_begin() {

@@ -5,7 +5,8 @@
 //
 // Grid    few rows an expert: moe_few_hidden.cu and moe_few_down.cu; many: moe_experts_many.cu,
 //         or on sm_90a moe_experts_sm90.cu.
-//         Then weighted_sum_kernel, a thread per two elements of y. Each kernel but the first
+//         Then weighted_sum_kernel, a thread per two elements of y. One row, F at most 512, on an
+//         H200: moe_one_hidden.cu and moe_one_down.cu, which adds up. Each kernel but the first
 //         begins before the one before has ended. Every block sorts the pairs (t, k) by expert for
 //         itself, or where they are many a kernel does so once.
 // Reads   of the sum: 4 T K D bytes, from L2 where T is small; 15 MB at T = 64 of Kimi K2.
@@ -16,6 +17,7 @@
 #include "device.cuh"
 #include "moe_experts_int4.cuh"
 #include "moe_few.cuh"
+#include "moe_one.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -69,6 +71,9 @@ void moe_weighted_sum(const MoeExpertsParams& p, Stream stream) {
 void moe_experts_int4(const MoeExpertsParams& p, Stream stream) {
   if (moe_many_fits(p)) {
     if (!device_has_wgmma() || !moe_products_sm90(p, stream)) moe_products_many(p, stream);
+  } else if (moe_one_fits(p)) {
+    moe_hidden_one(p, stream);
+    return moe_down_one(p, stream);
   } else {
     if (!moe_sorts_itself(p)) moe_make_plan(p, stream);
     moe_hidden_few(p, stream);
