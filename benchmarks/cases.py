@@ -8,6 +8,8 @@ import harness
 import torch
 from torch import Tensor
 
+from kdtree.cli.machine import MOST_CALLS
+
 COLD = 256e6  # bytes that operands turn through: several times the second-level cache
 EPS = 1e-6  # of the norms
 
@@ -101,10 +103,10 @@ class Bench:
         return torch.cat([angle.cos(), angle.sin()], 1)
 
     def copies(self, x: Tensor) -> list[Tensor]:
-        """x and as many clones as make it cold, 16 at most."""
+        """x and as many clones as make it cold, as many at most as a graph has calls."""
         if self.device.type == "cpu":
             return [x]
-        count = min(16, 1 + int(COLD / (x.numel() * x.element_size())))
+        count = min(MOST_CALLS, 1 + int(COLD / (x.numel() * x.element_size())))
         return [x, *(x.clone() for _ in range(count - 1))]
 
 

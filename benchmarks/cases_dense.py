@@ -53,16 +53,21 @@ def linear(b: Bench) -> Iterator[Case]:
             name = "f32" if kind is f32 else "bf16"
             yield Case(shape, run, moved, 2 * T * I * O, ("torch", plain), weights=name)
     # The attention's queries into the latent space, and its outputs out of it: one product a head.
-    for I, O in ((s.P, s.C), (s.C, s.P)):
-        weights = b.copies(b.rand(s.H, O, I, scale=I**-0.5))
-        for T in s.rows:
-            x = b.rand(T, s.H, I)
-            run = turning(partial(ops.linear, x), weights)
-            plain = turning(partial(eager.linear, x), weights)
-            b.close("linear", run(), plain())
-            moved = s.H * (O * I + T * (O + I)) * b.e
-            shape = {"T": T, "H": s.H, "I": I, "O": O}
-            yield Case(shape, run, moved, 2 * T * s.H * O * I, ("torch", plain), weights=b.name)
+    for H in dict.fromkeys((s.H, 8)):  # all, and those of one GPU of eight
+        for I, O in ((s.P, s.C), (s.C, s.P)):
+            yield from _heads(b, H, I, O)
+
+
+def _heads(b: Bench, H: int, I: int, O: int) -> Iterator[Case]:
+    weights = b.copies(b.rand(H, O, I, scale=I**-0.5))
+    for T in (*b.size.batches, b.size.prefill):
+        x = b.rand(T, H, I)
+        run = turning(partial(ops.linear, x), weights)
+        plain = turning(partial(eager.heads, x), weights)
+        b.close("linear", run(), plain().transpose(0, 1))
+        moved = H * (O * I + T * (O + I)) * b.e
+        shape = {"T": T, "H": H, "I": I, "O": O}
+        yield Case(shape, run, moved, 2 * T * H * O * I, ("torch.bmm", plain), weights=b.name)
 
 
 def swiglu(b: Bench) -> Iterator[Case]:

@@ -1,6 +1,6 @@
 // The library's schemas, in one table, and the threads that its CPU kernels borrow from torch. The
-// ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_attention.cpp, ops_draft.cpp,
-// ops_tree.cpp and ops_generation.cpp.
+// ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_latents.cpp, ops_attention.cpp,
+// ops_draft.cpp, ops_tree.cpp and ops_generation.cpp.
 #include "ops.h"
 
 #include "cpu/common.h"
@@ -34,6 +34,9 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
   m.def(
       "mla_append(Tensor(a!) cache, Tensor kv, Tensor w, float eps, Tensor rope, Tensor position,"
       " Tensor slot, bool interleaved) -> ()");
+  m.def(
+      "mla_query_append(Tensor(a!) cache, Tensor q, Tensor w_uk, Tensor kv, Tensor w, float eps,"
+      " Tensor rope, Tensor position, Tensor slot, bool interleaved) -> Tensor");
   m.def(
       "mla_attention(Tensor q, Tensor cache, Tensor block_table, Tensor context, Tensor? ancestors,"
       " int latent, float scale) -> Tensor");

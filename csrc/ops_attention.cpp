@@ -1,137 +1,14 @@
-// The torch face of the attention ops: per op, one function that checks its tensors, allocates its
+// The torch face of the attentions of the model: per op, one function that checks its tensors, allocates its
 // outputs and fills a Params; then the registrations.
 #include <algorithm>
 
-#include "ops.h"
+#include "ops_attention.h"
 
 namespace kdtree {
 namespace {
 
 constexpr int64_t kMaxWidth = 768;  // of C + R: a tile of float32 latents fills a block's memory
 constexpr int64_t kMaxWorkspace = 256 << 20;  // bytes; more rows take several launches
-
-// The rotation table.
-void check_rope(const Tensor& rope, const Tensor& like) {
-  check_dim("rope", rope, 2);
-  check("rope", rope, {rope.size(0), rope.size(1)}, ScalarType::Float, like);
-  require(rope.size(1) % 2 == 0, "rope has ", rope.size(1), " features, wants an even number");
-  require(rope.size(0) > 0, "rope has no positions");
-}
-
-// And, per row, a position.
-void check_rope(const Tensor& rope, const Tensor& position, int64_t rows, const Tensor& like) {
-  check_rope(rope, like);
-  check("position", position, {rows}, ScalarType::Int, like);
-}
-
-// A tensor whose features alone must be contiguous, of like's dtype and device.
-void check_features(const char* name, const Tensor& t, std::initializer_list<int64_t> shape,
-                    const Tensor& like) {
-  const torch::headeronly::IntHeaderOnlyArrayRef wants(shape.begin(), shape.size());
-  const int64_t last = t.dim() - 1;
-  require(t.sizes() == wants, name, " has shape ", text(t.sizes()), ", wants ", text(wants));
-  require(t.scalar_type() == like.scalar_type(), name, " has dtype ", t.scalar_type(), ", wants ",
-          like.scalar_type());
-  check_device(name, t, like);
-  require(t.size(last) <= 1 || t.stride(last) == 1, name, " must have contiguous features");
-}
-
-void check_pages(const char* name, const Tensor& t, int64_t dim) {
-  check_dim(name, t, dim);
-  require(t.size(dim - 2) == kPage, name, " has pages of ", t.size(dim - 2), " tokens, wants ",
-          kPage);
-  require(t.is_contiguous(), name, " must be contiguous");
-}
-
-// Rows of FP8 latents: see attention.h.
-void check_fp8(const Tensor& cache, int64_t C, int64_t R) {
-  require(C % kFp8Align == 0, "the cache's latents are FP8, but have ", C,
-          " features, wants a multiple of ", kFp8Align);
-  require(cache.size(2) == fp8_row_bytes(C, R), "cache has rows of ", cache.size(2),
-          " bytes, wants ", fp8_row_bytes(C, R), " for FP8 latents of ", C, " and ", R, " features");
-  require(reinterpret_cast<uintptr_t>(cache.const_data_ptr()) % kFp8Align == 0,
-          "cache must start at a multiple of ", kFp8Align, " bytes");
-}
-
-void check_table(const Tensor& block_table, int64_t B, const Tensor& like) {
-  check_dim("block_table", block_table, 2);
-  check("block_table", block_table, {B, block_table.size(1)}, ScalarType::Int, like);
-  extent("block_table's tokens", block_table.size(1) * kPage);
-}
-
-template <auto Launch>
-Tensor mla_query(const Tensor q, const Tensor w_uk, const Tensor rope, const Tensor position,
-                 bool interleaved) {
-  check_dim("q", q, 3);
-  check_dim("w_uk", w_uk, 3);
-  const int64_t T = q.size(0), H = q.size(1), Z = q.size(2), C = w_uk.size(1);
-  check_rope(rope, position, T, q);
-  const int64_t R = rope.size(1);
-  require(Z > R, "q has ", Z, " features, wants more than rope's ", R);
-  check("w_uk", w_uk, {H, C, Z - R}, q.scalar_type(), q);
-  require((Z <= 1 || q.stride(2) == 1) && (H <= 1 || q.stride(1) == Z),
-          "q must have contiguous heads and features");
-  auto out = empty(q, {T, H, C + R}, q.scalar_type());
-  const DType dtype = dtype_of("q", q);
-  if (out.numel() == 0) return out;
-  run_on<Launch>(q, MlaQueryParams{
-                        .q = data(q),
-                        .w_uk = data(w_uk),
-                        .rope = data<float>(rope),
-                        .position = data<int32_t>(position),
-                        .out = mutable_data(out),
-                        .q_stride = q.stride(0),
-                        .T = extent("q", T),
-                        .H = extent("q", H),
-                        .P = extent("q", Z - R),
-                        .C = extent("w_uk", C),
-                        .R = extent("rope", R),
-                        .positions = extent("rope", rope.size(0)),
-                        .interleaved = interleaved,
-                        .dtype = dtype,
-                    });
-  return out;
-}
-
-template <auto Launch>
-void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const Tensor rope,
-                const Tensor position, const Tensor slot, bool interleaved) {
-  check_pages("cache", cache, 3);
-  check_rows("kv", kv);
-  check_dim("w", w, 1);
-  const int64_t T = kv.size(0);
-  check_rope(rope, position, T, cache);
-  const bool fp8 = cache.scalar_type() == ScalarType::Byte;
-  const int64_t R = rope.size(1), C = fp8 ? w.size(0) : cache.size(2) - R;
-  require(C > 0, "cache has ", fp8 ? C + R : cache.size(2), " features, wants more than rope's ", R);
-  if (fp8) check_fp8(cache, C, R);
-  require(kv.size(1) == C + R, "kv has shape ", text(kv.sizes()), ", wants [", T, ", ", C + R, "]");
-  require(fp8 || kv.scalar_type() == cache.scalar_type(), "kv has dtype ", kv.scalar_type(),
-          ", wants ", cache.scalar_type());
-  check_device("kv", kv, cache);
-  check("w", w, {C}, kv.scalar_type(), cache);
-  check("slot", slot, {T}, ScalarType::Int, cache);
-  const DType dtype = dtype_of("kv", kv);
-  if (T == 0) return;
-  run_on<Launch>(cache, MlaAppendParams{
-                            .cache = mutable_data(cache),
-                            .kv = data(kv),
-                            .w = data(w),
-                            .rope = data<float>(rope),
-                            .position = data<int32_t>(position),
-                            .slot = data<int32_t>(slot),
-                            .kv_stride = kv.stride(0),
-                            .slots = cache.size(0) * kPage,
-                            .T = extent("kv", T),
-                            .C = extent("cache", C),
-                            .R = extent("rope", R),
-                            .positions = extent("rope", rope.size(0)),
-                            .eps = static_cast<float>(eps),
-                            .fp8_bytes = fp8 ? extent("cache", cache.size(2)) : 0,
-                            .interleaved = interleaved,
-                            .dtype = dtype,
-                        });
-}
 
 // Bytes: per row and split, and for the tail, a weighted sum [C], a largest score and a sum of
 // weights in float32; for all rows, or for as many at a time as fit. latent: kLatent + kRope in bf16,
@@ -247,50 +124,17 @@ Tensor mla_prefill(const Tensor q, const Tensor k, const Tensor v, const Tensor 
   return out;
 }
 
-template <auto Launch>
-void kv_compact(Tensor cache, const Tensor block_table, const Tensor context, const Tensor path,
-                const Tensor length) {
-  check_pages("cache", cache, 4);
-  check_dim("path", path, 2);
-  const int64_t B = path.size(0), J = path.size(1);
-  check("path", path, {B, J}, ScalarType::Int, cache);
-  check_table(block_table, B, cache);
-  check("context", context, {B}, ScalarType::Int, cache);
-  check("length", length, {B}, ScalarType::Int, cache);
-  if (cache.numel() == 0 || path.numel() == 0) return;
-  run_on<Launch>(cache, KvCompactParams{
-                            .cache = mutable_data(cache),
-                            .block_table = data<int32_t>(block_table),
-                            .context = data<int32_t>(context),
-                            .path = data<int32_t>(path),
-                            .length = data<int32_t>(length),
-                            .pages = cache.size(1),
-                            .L = extent("cache", cache.size(0)),
-                            .B = extent("path", B),
-                            .J = extent("path", J),
-                            .Z = extent("cache", cache.size(3)),
-                            .max_pages = extent("block_table", block_table.size(1)),
-                            .element_size = static_cast<int>(cache.element_size()),
-                        });
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
-  m.impl("mla_query", TORCH_BOX(&mla_query<cpu::mla_query>));
-  m.impl("mla_append", TORCH_BOX(&mla_append<cpu::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cpu::mla_attention>));
   m.impl("mla_prefill", TORCH_BOX(&mla_prefill<cpu::mla_prefill>));
-  m.impl("kv_compact", TORCH_BOX(&kv_compact<cpu::kv_compact>));
 }
 
 #ifdef KDTREE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
-  m.impl("mla_query", TORCH_BOX(&mla_query<cuda::mla_query>));
-  m.impl("mla_append", TORCH_BOX(&mla_append<cuda::mla_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cuda::mla_attention>));
   m.impl("mla_prefill", TORCH_BOX(&mla_prefill<cuda::mla_prefill>));
-  m.impl("kv_compact", TORCH_BOX(&kv_compact<cuda::kv_compact>));
 }
 #endif
 

@@ -1,5 +1,6 @@
 // Dense product, row-invariant: the plain kernel for every shape, where rows or weights are float32.
-// Of bf16 rows and weights: tensor_cores/linear_mma.cu, linear_sm90.cu, linear_rows_sm90.cu.
+// Of bf16 rows and weights: tensor_cores/linear_mma.cu, linear_sm90.cu, linear_rows_sm90.cu and, of
+// few inputs, linear_short.cu.
 //
 //   y[t, g, o] = sum_i x[t, g, i] * w[g, o, i]
 //
@@ -85,6 +86,8 @@ void linear_bf16(const LinearParams& p, Stream stream) {
       .I = p.I,
       .y_dtype = p.y_dtype,
   };
+  const bool few = p.T <= kShortRows || p.I <= kShortManyInputs;
+  if (p.I <= kShortInputs && few) return linear_short(product, stream);
   constexpr int kFewRows = 16;  // that a warp's own tiles serve better
   const bool wgmma = p.T > kFewRows && in_vectors(product) && device_has_wgmma();
   if (!wgmma || !linear_sm90(product, stream)) linear_mma(product, stream);

@@ -5,18 +5,32 @@
 
 namespace kdtree::cuda {
 
-// Pair i of y = x rotated by one row of the table (R/2 cosines, R/2 sines), in float32 and rounded
+// Pair i of a row to be rotated by one row of the table (R/2 cosines, R/2 sines), in float32 and rounded
 // once: the pairs (2i, 2i + 1) in place where interleaved, else (i, i + R/2).
+struct Pair {
+  float a, b, cosine, sine;
+  int first, second;
+
+  template <class Element>
+  __device__ void load(const Element* x, const float* table, int R, bool interleaved, int i) {
+    const int half = R / 2;
+    first = interleaved ? 2 * i : i;
+    second = interleaved ? 2 * i + 1 : i + half;
+    a = float(x[first]), b = float(x[second]);
+    cosine = table[i], sine = table[half + i];
+  }
+  template <class Rotated>
+  __device__ void store(Rotated* y) const {
+    y[first] = Rotated(a * cosine - b * sine);
+    y[second] = Rotated(a * sine + b * cosine);
+  }
+};
 template <class Element, class Rotated>
 __device__ inline void rotate_pair(const Element* x, const float* table, int R, bool interleaved,
                                    int i, Rotated* y) {
-  const int half = R / 2;
-  const int first = interleaved ? 2 * i : i;
-  const int second = interleaved ? 2 * i + 1 : i + half;
-  const float a = float(x[first]), b = float(x[second]);
-  const float cosine = table[i], sine = table[half + i];
-  y[first] = Rotated(a * cosine - b * sine);
-  y[second] = Rotated(a * sine + b * cosine);
+  Pair pair;
+  pair.load(x, table, R, interleaved, i);
+  pair.store(y);
 }
 
 // Leaves in x[0] of lane i the sum over all lanes of x[i]. Every sum has the same order: lanes 16

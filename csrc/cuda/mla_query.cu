@@ -1,4 +1,5 @@
-// Queries in the cache's space.
+// Queries in the cache's space: the plain kernel for every shape. Of bf16 and at most 512 nope
+// features: tensor_cores/short_product.cuh.
 //
 //   out[t, h] = (w_uk[h] nope[t, h] | rotate(rope[t, h], position[t]))
 //
@@ -11,6 +12,7 @@
 // Floor   H * C * P weights of HBM: 8.4 MB at 64 heads, 512 x 128 bf16, 1.7 us at 4.8 TB/s (H200).
 // Needs   nothing; P a multiple of kVec and 8-byte (bf16) or 16-byte (float32) rows are faster.
 #include "mla.cuh"
+#include "tensor_cores/linear.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -100,6 +102,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void mla_query(const MlaQueryParams& p, Stream stream) {
+  if (is_short(p)) return mla_query_short(p, {}, stream);
   const dim3 blocks(ceil_div(p.T, kRows), ceil_div(p.C, kSlice) + 1, p.H);
   dispatch(p.dtype, [&](auto element) {
     using Element = decltype(element);

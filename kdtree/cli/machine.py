@@ -18,6 +18,7 @@ import torch
 
 SAMPLES = 20
 CALLS_US = 2000  # of calls in one CUDA graph: so that its launch does not count
+MOST_CALLS = 64  # of one graph
 CPU_LIMIT_S = 0.5  # for the samples of one CPU call
 
 
@@ -92,7 +93,7 @@ def _time_cuda(fn: Callable[[], object]) -> float:
         end.record()
     torch.cuda.current_stream().wait_stream(side)
     end.synchronize()
-    calls = int(min(64, max(4, CALLS_US / (1e3 * start.elapsed_time(end)))))
+    calls = int(min(MOST_CALLS, max(4, CALLS_US / (1e3 * start.elapsed_time(end)))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):

@@ -50,21 +50,14 @@ class Mla(nn.Module):
         query, latent = self.qkv_a_proj(x).split([self.split, c.kv_lora_rank + c.rope], 1)
         if self.q_b_proj:
             query = self.q_b_proj(self.q_a_layernorm(query)[0])
-        ops.mla_append(
-            cache,
-            latent,
-            self.kv_a_layernorm.weight,
-            c.norm_eps,
-            rope,
-            position,
-            step.slot.flatten(),
-            c.rotary.interleaved,
-        )
         query = query.unflatten(1, (c.heads, c.nope + c.rope))
-        if step.start is not None and self.unabsorbs and cache.dtype == query.dtype:
+        norm, slot = self.kv_a_layernorm.weight, step.slot.flatten()
+        rows = (latent, norm, c.norm_eps, rope, position, slot, c.rotary.interleaved)
+        if step.start is not None and self.unabsorbs:
+            ops.mla_append(cache, *rows)
             values = attend(query, self.w_uk, self.w_uv.weight, rope, step, cache, c)
             return self.o_proj(values.flatten(1))
-        query = ops.mla_query(query, self.w_uk, rope, position, c.rotary.interleaved)
+        query = ops.mla_query_append(cache, query, self.w_uk, *rows)
         mixed = ops.mla_attention(
             query.view(*step.token.shape, *query.shape[1:]),
             cache,

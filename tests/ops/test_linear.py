@@ -59,6 +59,9 @@ def test_matches_float64(T, I, O, dtypes, device, rng):
         (3, 5, 30, 7),
         (70, 3, 48, 20),
         (20, 4, 1096, 9),
+        (12, 5, 512, 40),
+        (33, 3, 200, 136),
+        (140, 2, 128, 72),
         pytest.param(2, 64, 512, 128, marks=pytest.mark.large),
         pytest.param(40, 3, 264, 6202, marks=pytest.mark.large),
     ],
@@ -94,7 +97,8 @@ def test_row_invariance(I, O, dtypes, device, rng):
 # Inputs that make 1, 2, 4 and (for few outputs) 8 runs, some of them short or empty; outputs that
 # fill no tile.
 @pytest.mark.parametrize(
-    "I, O", [(8, 1), (128, 512), (1096, 5), (2200, 33), (4232, 24), (1024, 2112)]
+    "I, O",
+    [(8, 1), (128, 512), (200, 9), (512, 72), (1096, 5), (2200, 33), (4232, 24), (1024, 2112)],
 )
 def test_rows_alone_and_among_130(I, O, device, rng):
     """Each number of rows has kernels of its own, and all have the same bits."""
@@ -108,6 +112,17 @@ def test_rows_alone_and_among_130(I, O, device, rng):
     assert torch.equal(ops.linear(x[:70], w), want[:70].bfloat16())
 
 
+@pytest.mark.parametrize("G, I, O", [(1, 128, 40), (3, 128, 520), (40, 128, 264), (40, 512, 72)])
+def test_rows_of_groups(G, I, O, device, rng):
+    """Few groups have narrower tiles, many rows wider ones."""
+    x, w = case(200, G, I, O, (BF16, BF16), device, rng)
+    want = ops.linear(x, w, F32)
+    for T in (1, 8, 9, 16, 17, 32, 33, 64, 65, 129):
+        assert torch.equal(ops.linear(x[:T], w, F32), want[:T]), T
+        assert torch.equal(ops.linear(x[-T:], w), want[-T:].bfloat16()), T
+    assert torch.equal(ops.linear(x[:, :1], w[:1], F32), want[:, :1])
+
+
 @pytest.mark.parametrize("I, O", [(1096, 18433), (1096, 12200), (2056, 18000), (64, 70000)])
 def test_number_of_rows_among_many_outputs(I, O, device, rng):
     """Tiles of more outputs, one after the other, and other clusters."""
@@ -118,10 +133,11 @@ def test_number_of_rows_among_many_outputs(I, O, device, rng):
         assert torch.equal(ops.linear(x[:T], w, F32), want[:T]), T
 
 
+@pytest.mark.parametrize("I", [136, 1096])
 @pytest.mark.parametrize("T", [5, 13, 40, 70, 200])
-def test_other_rows_do_not_matter(T, device, rng):
+def test_other_rows_do_not_matter(T, I, device, rng):
     """Neighbours that are not finite, in every place of a tile."""
-    x, w = torch.randn(T, 1096, generator=rng), torch.randn(40, 1096, generator=rng)
+    x, w = torch.randn(T, I, generator=rng), torch.randn(40, I, generator=rng)
     x, w = x.bfloat16().to(device), w.bfloat16().to(device)
     want = ops.linear(x, w)
     for place in {0, 1, T // 2, T - 1}:
@@ -158,9 +174,10 @@ def test_number_of_outputs_changes_no_bit(T, dtypes, device, rng):
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=["f32", "bf16", "bf16-f32", "f32-bf16"])
 @pytest.mark.parametrize("T", [1, 6, 16, 40, 70])
-def test_alignment_changes_no_bit(T, dtypes, device, rng):
-    x, w = case(T, 3, 1288, 9, dtypes, device, rng)
-    shifted = case(T, 3, 1288, 9, dtypes, device, rng, shift=1)
+@pytest.mark.parametrize("I", [264, 1288])
+def test_alignment_changes_no_bit(I, T, dtypes, device, rng):
+    x, w = case(T, 3, I, 9, dtypes, device, rng)
+    shifted = case(T, 3, I, 9, dtypes, device, rng, shift=1)
     shifted[0].copy_(x)
     shifted[1].copy_(w)
     assert torch.equal(ops.linear(*shifted), ops.linear(x, w))

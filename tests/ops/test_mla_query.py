@@ -42,6 +42,10 @@ def mla_query_ref(q, w_uk, rope, position, interleaved):
         (3, 3, 7, 5, 6),
         (9, 2, 32, 33, 0),
         (35, 8, 32, 128, 16),
+        (2, 3, 200, 40, 8),
+        (70, 1, 320, 24, 2),
+        (133, 2, 128, 136, 64),
+        (3, 2, 520, 9, 4),
         pytest.param(9, 64, 128, 512, 64, marks=pytest.mark.large),
     ],
 )
@@ -65,21 +69,26 @@ def test_rotation_layouts(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_padding_and_table_end(dtype, device, rng):
+@pytest.mark.parametrize("T", [9, 70, 150])
+def test_padding_and_table_end(T, dtype, device, rng):
     """A padded row is zero whatever it holds; a position beyond the table stays inside it."""
-    q, w_uk, rope, position = case(9, 3, 8, 5, 4, dtype, device, rng)
-    position[1] = position[8] = -1
-    position[3] = 2**31 - 1
-    q[1] = q[8] = float("nan")
+    q, w_uk, rope, position = case(T, 3, 8, 5, 4, dtype, device, rng)
+    want = ops.mla_query(q, w_uk, rope, position, True)
+    position[1] = position[8] = position[T - 1] = -1
+    q[1] = q[8] = q[T - 1] = float("nan")
     got = ops.mla_query(q, w_uk, rope, position, True)
-    assert not got[[1, 8]].any()
+    assert not got[[1, 8, T - 1]].any()
+    others = [t for t in range(T) if t not in (1, 8, T - 1)]
+    assert torch.equal(got[others], want[others])
+    position[3] = 2**31 - 1
+    got = ops.mla_query(q, w_uk, rope, position, True)
     position[3] = POSITIONS - 1
     assert torch.equal(got, ops.mla_query(q, w_uk, rope, position, True))
     assert torch.isfinite(got).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("P, R", [(32, 16), (7, 2)])
+@pytest.mark.parametrize("P, R", [(32, 16), (7, 2), (520, 8)])
 def test_row_invariance(P, R, dtype, device, rng):
     q, w_uk, rope, position = case(1024, 3, P, 37, R, dtype, device, rng)
     whole = ops.mla_query(q, w_uk, rope, position, True)
@@ -88,6 +97,32 @@ def test_row_invariance(P, R, dtype, device, rng):
         rows = torch.randint(0, 1024, (T,), generator=rng).to(device)
         some = ops.mla_query(q[rows].contiguous(), w_uk, rope, position[rows], True)
         assert torch.equal(some, whole[rows])
+
+
+@pytest.mark.parametrize("P, C, R", [(128, 520, 64), (200, 72, 6), (500, 33, 0)])
+def test_rows_alone_and_among_130(P, C, R, device, rng):
+    """Each number of rows has tiles of its own, and all have the same bits."""
+    q, w_uk, rope, position = case(300, 2, P, C, R, torch.bfloat16, device, rng)
+    aligned = q.contiguous()
+    want = ops.mla_query(aligned, w_uk, rope, position, False)
+    assert torch.equal(ops.mla_query(q, w_uk, rope, position, False), want)
+    for T in range(1, 131):
+        got = ops.mla_query(aligned[:T], w_uk, rope, position[:T], False)
+        assert torch.equal(got, want[:T]), T
+    for first, T in [(299, 1), (77, 200)]:
+        rows = slice(first, first + T)
+        assert torch.equal(ops.mla_query(q[rows], w_uk, rope, position[rows], False), want[rows])
+
+
+@pytest.mark.parametrize("H", [1, 40])
+@pytest.mark.parametrize("T", [1, 12, 30, 60, 200])
+def test_number_of_heads_changes_no_bit(T, H, device, rng):
+    """The latent part is a product a head, as linear has it; many heads have wider tiles."""
+    q, w_uk, rope, position = case(T, H, 128, 96, 8, torch.bfloat16, device, rng)
+    got = ops.mla_query(q, w_uk, rope, position, True)
+    assert torch.equal(got[..., :96], ops.linear(q[..., :128], w_uk))
+    alone = ops.mla_query(q[:, :1], w_uk[:1], rope, position, True)
+    assert torch.equal(alone, got[:, :1])
 
 
 def test_no_rows(device, rng):

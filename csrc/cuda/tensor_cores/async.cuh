@@ -1,7 +1,8 @@
-// Bulk copies onto barriers of shared memory, clusters of blocks, kernels that begin early (sm_90 on).
+// Bulk copies onto barriers of shared memory, clusters of blocks (sm_90 on).
 #pragma once
 
 #include "../common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 
@@ -75,12 +76,5 @@ __device__ inline void store_async(const float* to, const uint64_t* barrier, int
       "f"(v), "r"(told)
       : "memory");
 }
-
-// The kernel launched after this one, if early, may begin from here on, where it finds room.
-__device__ inline void let_next_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-// Of an early kernel: the kernel before it has ended and what it wrote is seen.
-__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace kdtree::cuda

@@ -10,6 +10,16 @@ inline bool in_vectors(const Product& p) {
   return aligned<Bf16>(p.w, p.I) && aligned<Bf16>(p.x, p.x_row) && aligned<Bf16>(p.x, p.x_group);
 }
 
+inline constexpr int kShortInputs = 512;  // of a product that linear_short takes
+// Up to so many rows, or with so few inputs, it is the fastest.
+inline constexpr int kShortRows = 64, kShortManyInputs = 128;
+
+// Any GPU, any alignment, at most kShortInputs.
+void linear_short(const Product&, Stream);
+inline bool is_short(const MlaQueryParams& p) {
+  return p.dtype == DType::bf16 && p.P <= kShortInputs;
+}
+void mla_query_short(const MlaQueryParams&, const MlaAppendParams&, Stream);  // append.T = 0: none
 void linear_mma(const Product&, Stream);   // any GPU, any alignment
 bool linear_sm90(const Product&, Stream);  // sm_90a and vectors; false: done nothing
 bool linear_rows_sm90(Product, Stream);    // likewise, up to 64 rows and a wave of outputs

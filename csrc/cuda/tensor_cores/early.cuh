@@ -1,0 +1,13 @@
+// A kernel that begins before the one before it has ended: Grid::early, sm_90 on.
+#pragma once
+
+namespace kdtree::cuda {
+
+// The kernel launched after this one, if early, may begin from here on, where it finds room.
+__device__ inline void let_next_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Of an early kernel: the kernel before it has ended and what it wrote is seen.
+__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+}  // namespace kdtree::cuda
