@@ -84,6 +84,20 @@ def test_rows_alone(device, rng):
             assert torch.equal(case.run(), whole[one, :nodes, :heads])
 
 
+@pytest.mark.parametrize("context", [100, 500, 1300, 4200])
+@pytest.mark.parametrize("H", [8, 64])
+def test_few_rows_and_many_agree(context, H, device, rng):
+    """The last rows of a chain, alone and among so many that another kernel takes them."""
+    N, few = (64, 8) if device.type == "cuda" else (3, 1)
+    case = case_of([context], N, H if device.type == "cuda" else 4, rng, chain=True).to(device)
+    whole, q = case.run(), case.q
+    assert torch.isfinite(whole).all()
+    for count in {1, few}:
+        case.context.fill_(context + N - count)
+        case.q = q[:, N - count :].contiguous()
+        assert torch.equal(case.run(), whole[:, N - count :])
+
+
 def test_capacity_changes_no_bit(device, rng):
     """Nor do wild entries of the block table beyond what is used."""
     case = case_of([500], 3, 8, rng).to(device)

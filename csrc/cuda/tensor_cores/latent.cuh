@@ -44,7 +44,7 @@ struct LatentJob {
 void latent_merge(const LatentJob& job, Stream stream);
 // The splits, by mma.sync.
 void latent_mma(const LatentJob& job, Stream stream);
-// By wgmma; false where it cannot.
+// By wgmma, of few rows by clusters; false where it cannot.
 bool latent_sm90(const LatentJob& job, Stream stream);
 
 // Splits of three lengths, by where they begin.
@@ -87,7 +87,7 @@ struct LatentNode {
   }
 };
 
-// In the workspace: a part's weighted mean of latents, as bf16; its top and sum of weights.
+// In the workspace: a part's weighted sum of latents, as bf16; its top and sum of weights.
 __device__ inline Bf16* part_of(const LatentJob& job, int sequence, int row, int part) {
   const int64_t at = (int64_t{sequence} * job.rows() + row) * job.parts + part;
   return static_cast<Bf16*>(job.p.workspace) + at * kLatent;
@@ -144,24 +144,18 @@ __device__ inline int4 quad_transpose(const uint32_t (&w)[4]) {
               : int4{word(low[0]), word(low[1]), word(c), word(d)};
 }
 
-// A row's part to the workspace: rows 8 * half + lane / 4 of fragments. sum: of weights
+// A row's part to the workspace: rows 8 * half + lane / 4 of fragments.
 template <int kNT>
-__device__ inline void store_part(const float (&sums)[kNT][4], int half, float sum, Bf16* to,
-                                  bool valid) {
-  const float mean = sum > 0 ? 1.f / sum : 0.f;
-  int4 v[kNT / 4];
+__device__ inline void store_part(const float (&sums)[kNT][4], int half, Bf16* to, bool valid) {
 #pragma unroll
   for (int n = 0; n < kNT; n += 4) {
     uint32_t w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      w[i] = pack(sums[n + i][2 * half] * mean, sums[n + i][2 * half + 1] * mean);
-    v[n / 4] = quad_transpose(w);
+      w[i] = pack(sums[n + i][2 * half], sums[n + i][2 * half + 1]);
+    const int4 v = quad_transpose(w);
+    if (valid) *reinterpret_cast<int4*>(to + 8 * (n + threadIdx.x % 4)) = v;
   }
-  if (!valid) return;
-#pragma unroll
-  for (int n = 0; n < kNT; n += 4)
-    *reinterpret_cast<int4*>(to + 8 * (n + threadIdx.x % 4)) = v[n / 4];
 }
 
 // How the parts of a row tile are dealt to the blocks of its column of the grid: longest first, every

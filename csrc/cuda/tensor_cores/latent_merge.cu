@@ -13,7 +13,7 @@ namespace kdtree::cuda {
 namespace {
 
 constexpr int kRows = 16, kThreads = 256, kRun = 16;
-constexpr int kHeld = 8 * kRun;  // parts whose factors are in shared memory
+constexpr int kHeld = 6 * kRun;  // parts whose factors are in shared memory
 constexpr int kFactorPitch = kHeld + 4;
 
 struct Smem {
@@ -74,38 +74,60 @@ __device__ inline void weigh_tail(Smem& s, float scale, int seen, float& top, fl
   if (key == 0) s.keep[row] = keep;
 }
 
-// Factors of parts first .. first + count - 1, zeros up to a whole run, and this thread's share of
-// their sum.
-__device__ inline void weigh_parts(const LatentJob& job, Smem& s, int b, int row, bool valid,
-                                   int first, int count, float top, float& sum) {
-  const float2* stats = stats_of(job, b, row, first);
+// Tops and sums of weights of parts first .. first + count - 1: this thread's share of a row's.
+struct Stats {
+  float2 v[kHeld / 16];
+  __device__ Stats(const LatentJob& job, int b, int row, bool valid, int first, int count) {
+    const float2* stats = stats_of(job, b, row, first);
 #pragma unroll
-  for (int k = 0; k < kHeld / 16; ++k) {
-    const int i = threadIdx.x % 16 + 16 * k;
-    const float2 v = valid && i < count ? __ldcg(stats + i) : float2{-INFINITY, 0};
-    const float factor = v.y > 0 ? exp2_of(v.x - top) * v.y : v.y;
-    s.factor[threadIdx.x / 16][i] = factor;
-    sum += factor;
-  }
-}
-
-// sum += factor * part over every second run, from the first on.
-__device__ inline void add_parts(const Bf16* part, const float* factor, int count, int first,
-                                 float (&sum)[8]) {
-  for (int run = first; run < count; run += 2 * kRun) {
-    int4 v[kRun];
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const auto* from = reinterpret_cast<const int4*>(part + int64_t{run + i} * kLatent);
-      v[i] = run + i < count ? __ldcg(from) : int4{};
+    for (int k = 0; k < kHeld / 16; ++k) {
+      const int i = threadIdx.x % 16 + 16 * k;
+      v[k] = valid && i < count ? __ldcg(stats + i) : float2{-INFINITY, 0};
     }
+  }
+  __device__ float top() const {
+    float top = -INFINITY;
+#pragma unroll
+    for (int k = 0; k < kHeld / 16; ++k) top = fmaxf(top, v[k].x);
+    return top;
+  }
+  // Factors of the parts, zeros up to a whole run, and this thread's share of the sum of weights.
+  __device__ void weigh(Smem& s, float top, float& sum) const {
+#pragma unroll
+    for (int k = 0; k < kHeld / 16; ++k) {
+      const float factor = exp2_of(v[k].x - base_of(top));
+      s.factor[threadIdx.x / 16][threadIdx.x % 16 + 16 * k] = factor;
+      sum = fmaf(factor, v[k].y, sum);
+    }
+  }
+};
+
+// 8 features of a run of parts.
+struct Run {
+  int4 v[kRun];
+  __device__ void load(const Bf16* part, int count) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      const float f = factor[run + i];
+      const auto* from = reinterpret_cast<const int4*>(part + int64_t{i} * kLatent);
+      v[i] = i < count ? __ldcg(from) : int4{};
+    }
+  }
+  __device__ void add(const float* factor, float (&sum)[8]) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
       const auto& values = reinterpret_cast<const Vec<Bf16>&>(v[i]);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum[e] = fmaf(f, float(values.v[e]), sum[e]);
+      for (int e = 0; e < 8; ++e) sum[e] = fmaf(factor[i], float(values.v[e]), sum[e]);
     }
+  }
+};
+
+// sum += factor * part over every second run, from `first` on. ready: that one is in `run`
+__device__ inline void add_parts(const Bf16* part, const float* factor, int count, int first,
+                                 bool ready, Run& run, float (&sum)[8]) {
+  for (int i = first; i < count; i += 2 * kRun, ready = false) {
+    if (!ready) run.load(part + int64_t{i} * kLatent, count - i);
+    run.add(factor + i, sum);
   }
 }
 
@@ -174,33 +196,41 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_previous();
   const int splits = splits_of(body);
   const bool valid = row < heads;
-  float all_top = top;
-#pragma unroll 4
-  for (int i = threadIdx.x % 16; i < splits; i += 16)
-    if (valid) all_top = fmaxf(all_top, __ldcg(stats_of(job, b, first_row + row, i)).x);
-  for (int d = 1; d < 16; d *= 2) all_top = fmaxf(all_top, __shfl_xor_sync(~0u, all_top, d));
 
   // This thread's 8 features of a row, of each 128; its runs, where two threads share them.
   constexpr int kWide = kChunk < 16 ? kChunk : 16;
   constexpr bool kShared = kWide * kRows < kThreads;
   const int r = threadIdx.x / kWide % kRows, parity = threadIdx.x / (kWide * kRows);
+  const auto part_at = [&](int first, int chunk) {
+    return part_of(job, b, first_row + min(r, heads - 1), first) + blockIdx.y * kNT * 64 + chunk * 8;
+  };
+  Run run;  // the first one is on its way while the factors are made
+  run.load(part_at(parity * kRun, threadIdx.x % kWide), splits - parity * kRun);
+  const Stats stats(job, b, first_row + row, valid, 0, splits);
+  float all_top = fmaxf(top, stats.top());
+#pragma unroll 4
+  for (int i = kHeld + threadIdx.x % 16; i < splits; i += 16)
+    if (valid) all_top = fmaxf(all_top, __ldcg(stats_of(job, b, first_row + row, i)).x);
+  for (int d = 1; d < 16; d *= 2) all_top = fmaxf(all_top, __shfl_xor_sync(~0u, all_top, d));
   float share = 0;
+  stats.weigh(s, all_top, share);
+  __syncthreads();  // the factors are there
 #pragma unroll 1
   for (int chunk = threadIdx.x % kWide; chunk < kChunk; chunk += kWide) {
     const bool once = chunk < kWide;
     float even[8] = {}, odd[8] = {};
     for (int first = 0; first < splits; first += kHeld) {
       const int count = min(kHeld, splits - first);
-      if (once || splits > kHeld) {
+      if (splits > kHeld && !(once && first == 0)) {
         float again = 0;
+        const Stats stats(job, b, first_row + row, valid, first, count);
         __syncthreads();  // the factors before are used up
-        weigh_parts(job, s, b, first_row + row, valid, first, count, all_top, once ? share : again);
+        stats.weigh(s, all_top, once ? share : again);
         __syncthreads();  // the factors are there
       }
-      const Bf16* part = part_of(job, b, first_row + min(r, heads - 1), first) +
-                         blockIdx.y * kNT * 64 + chunk * 8;
-      add_parts(part, s.factor[r], count, parity * kRun, even);
-      if constexpr (!kShared) add_parts(part, s.factor[r], count, kRun, odd);
+      const Bf16* part = part_at(first, chunk);
+      add_parts(part, s.factor[r], count, parity * kRun, once && first == 0, run, even);
+      if constexpr (!kShared) add_parts(part, s.factor[r], count, kRun, false, run, odd);
     }
     if (once) {
       for (int d = 1; d < 16; d *= 2) share += __shfl_xor_sync(~0u, share, d);

@@ -31,7 +31,6 @@ struct Smem {
   Bf16 weight[kRows][kWeightPitch];
   float keep[kTiles][kRows];
   int most[kRows];
-  float sum[kRows];  // of weights
 };
 
 // A warp's own keys of the round: it alone waits for them before it scores them.
@@ -197,16 +196,12 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 ? 2 : 1)
       add_keys<kTiles>(s, ceil_div(end - at, kTileKeys), sums);
       __syncthreads();  // the round's keys and weights are used up
     }
-    if (threadIdx.x % 16 == 0) {
-      s.sum[row] = sum;
-      if (row < rows) *stats_of(job, b, first + row, part) = {top, sum};
-    }
-    __syncthreads();  // the sums of weights are there
+    if (threadIdx.x % 16 == 0 && row < rows) *stats_of(job, b, first + row, part) = {top, sum};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = lane / 4 + 8 * half;
       Bf16* to = part_of(job, b, first + min(r, rows - 1), part) + warp * kColumns;
-      store_part(sums, half, s.sum[r], to, r < rows);
+      store_part(sums, half, to, r < rows);
     }
   }
 }

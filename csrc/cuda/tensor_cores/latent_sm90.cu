@@ -20,11 +20,6 @@ namespace {
 
 using namespace latent_sm90_parts;
 
-struct LatentTensors {
-  CUtensorMap q, cache;
-  LatentJob job;
-};
-
 // By one thread: q once, and the tiles of all splits of the block. A split's even tiles have the first
 // place, its odd ones the second.
 __device__ inline void fill_tiles(const LatentTensors& t, const Smem& s, int b, int first, int most) {
@@ -113,6 +108,7 @@ bool latent_sm90(const LatentJob& job, Stream stream) {
                     .strides = {line, line * kPage}, .box = {kBoxWidth, kPage, 1},
                     .swizzle = CU_TENSOR_MAP_SWIZZLE_128B};
   if (!describe(t.q, q) || !describe(t.cache, cache)) return false;
+  if (latent_spread(t, stream)) return true;
   const int x = job.B * ceil_div(job.rows(), kRows);
   const int y = std::min(std::max(processors() / x, 1), job.parts);
   launch(latent_sm90_kernel,

@@ -1,17 +1,13 @@
 // The warpgroups of latent_sm90.cu: how they take turns, and what a thread of theirs does.
 #pragma once
 
-#include "latent.cuh"
-#include "latent_wgmma.cuh"
+#include "latent_scores.cuh"
 
 namespace kdtree::cuda::latent_sm90_parts {
 
-inline constexpr int kRows = 64, kGroup = 128, kReaders = 2 * kGroup, kThreads = kReaders + kGroup;
-inline constexpr int kBoxWidth = 64, kBox = 64 * 128;  // features of a box; bytes of 64 rows of it
-inline constexpr int kBoxes = kWidth / kBoxWidth, kTileBytes = kBoxes * kBox;
+inline constexpr int kReaders = 2 * kGroup, kThreads = kReaders + kGroup;
 inline constexpr int kColumns = kLatent / 2;  // of a warpgroup
 inline constexpr int kWeights = kLatent / kBoxWidth * kBox;  // of a tile: where its weights come to stand
-static_assert(kBoxes * kBoxWidth == kWidth && kTileKeys == kBoxWidth);
 
 // What a warpgroup tells the other of the tile that it weighed, of each row.
 struct Weighed {
@@ -32,7 +28,7 @@ __device__ inline void barrier_init_for(uint32_t barrier, int arrivals) {
 
 // Of the tile that the warpgroup `of` weighs: it tells when all its threads have, the other waits.
 __device__ inline void tell_weighed(int of) {
-  asm volatile("fence.proxy.async;" ::: "memory");  // products see the weights
+  fence_products();  // they see the weights
   asm volatile("bar.arrive %0, %1;" ::"r"(of + 1), "n"(kReaders) : "memory");
   asm volatile("bar.sync %0, %1;" ::"r"(of + 3), "n"(kGroup) : "memory");
 }
@@ -208,7 +204,7 @@ struct Reader {
     for (int r = 0; r < 2; ++r) {
       const int own = row + 8 * r;
       Bf16* to = part_of(job, b, first + min(own, rows - 1), part) + kOwn * kColumns;
-      store_part(sums, r, sum[r], to, own < rows);
+      store_part(sums, r, to, own < rows);
       if (kOwn == 0 && lane % 4 == 0 && own < rows)
         *stats_of(job, b, first + own, part) = {top[r], sum[r]};
     }
