@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Spread<kBlocks>::kThreads, 1)
     }
   }
   __syncwarp();
-    cluster_arrive(), cluster_wait();  // none is told anything any more
+  cluster_arrive(), cluster_wait();  // none is told anything any more
 }
 
 }  // namespace

@@ -75,13 +75,29 @@ struct SpreadScorer {
   Scores scores;
   float top[2];
 
-  // Weights will stand there, but after products that all warps begin together.
   __device__ void load_queries() {
     barrier_wait(shared_address(&s.q_full), 0);
 #pragma unroll
     for (int i = 0; i < Scores::kSteps; ++i)
       scores.load_query(shared_address(S::queries(s)), i, scores.q[i]);
     warp_arrive(s.q_read);
+    group_sync<1>();  // all warps have them: weights may stand there
+  }
+
+  // The largest scores of this thread's rows to all blocks. A block without a tile tells them, too:
+  // from then on weights may be sent to where its queries were.
+  __device__ void tell(int turn, const float (&largest)[2]) {
+    const int row = row_now();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& to = s.top[turn][rank][row + 8 * r];
+      for (int block = threadIdx.x % 4; block < kBlocks; block += 4)
+        if (block == rank)
+          to = largest[r];
+        else
+          send(to, s.tops[turn], block, largest[r]);
+    }
+    __syncwarp();
   }
 
   // Scores of the own tile; their largest to all blocks.
@@ -91,17 +107,7 @@ struct SpreadScorer {
     scores.multiply(shared_address(s.own[stage]));
     const int row = row_now(), here = most - round.at - rank * kTileKeys;
     scores.scale_and_cut(job.p.scale * kLog2E, {here - s.less[row], here - s.less[row + 8]});
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float largest = scores.largest(r, -INFINITY);
-      float& to = s.top[turn][rank][row + 8 * r];
-      for (int block = threadIdx.x % 4; block < kBlocks; block += 4)
-        if (block == rank)
-          to = largest;
-        else
-          send(to, s.tops[turn], block, largest);
-    }
-    __syncwarp();
+    tell(turn, {scores.largest(0, -INFINITY), scores.largest(1, -INFINITY)});
   }
 
   // The largest score of a row up to this block's tile; top: up to the last one from now on.
@@ -139,8 +145,11 @@ struct SpreadScorer {
       };
       if (!own) wait_done();
       if (threadIdx.x == 0)
-        barrier_expect(shared_address(&s.tops[turn]), (round.tiles - own) * kRows * 4);
-      if (own) score_tile(stage, turn, round);
+        barrier_expect(shared_address(&s.tops[turn]), (kBlocks - 1) * kRows * 4);
+      if (own)
+        score_tile(stage, turn, round);
+      else
+        tell(turn, {-INFINITY, -INFINITY});
       barrier_wait(shared_address(&s.tops[turn]), i / 2 % 2);
       const float here[] = {largest_here(turn, round.tiles, 0), largest_here(turn, round.tiles, 1)};
       if (own) {
