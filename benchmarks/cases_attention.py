@@ -13,16 +13,18 @@ from kdtree import ops
 
 def mla_query(b: Bench) -> Iterator[Case]:
     s, rope = b.size, b.rope()
-    for T in s.rows:
-        q, w = b.rand(T, s.H, s.P + s.R), b.rand(s.H, s.C, s.P, scale=s.P**-0.5)
-        position = b.ints(T, high=len(rope))
+    for H in dict.fromkeys((s.H, 8)):  # all, and those of one GPU of eight
+        w = b.rand(H, s.C, s.P, scale=s.P**-0.5)
         weights = b.copies(w)
-        run = turning(lambda w, q=q, p=position: ops.mla_query(q, w, rope, p, False), weights)
-        plain = turning(lambda w, q=q, p=position: eager.mla_query(q, w, rope, p), weights)
-        b.close("mla_query", run(), plain())
-        moved = s.H * (s.C * s.P + T * (s.P + s.C + 2 * s.R)) * b.e
-        shape = {"T": T, "H": s.H, "P": s.P, "C": s.C, "R": s.R}
-        yield Case(shape, run, moved, 2 * T * s.H * s.C * s.P, ("eager", plain), weights=b.name)
+        for T in (*s.batches, s.prefill):
+            q, position = b.rand(T, H, s.P + s.R), b.ints(T, high=len(rope))
+            run = turning(lambda w, q=q, p=position: ops.mla_query(q, w, rope, p, False), weights)
+            b.close("mla_query", run(), eager.mla_query(q, w, rope, position))
+            plain = turning(partial(eager.heads, q[..., : s.P]), weights)
+            moved = H * (s.C * s.P + T * (s.P + s.C + 2 * s.R)) * b.e
+            shape = {"T": T, "H": H, "P": s.P, "C": s.C, "R": s.R}
+            baseline = "torch.bmm, no rotation", plain
+            yield Case(shape, run, moved, 2 * T * H * s.C * s.P, baseline, weights=b.name)
 
 
 def mla_append(b: Bench) -> Iterator[Case]:
@@ -42,6 +44,33 @@ def mla_append(b: Bench) -> Iterator[Case]:
         b.close("mla_append", cache, want)
         moved = 2 * T * (s.C + s.R) * b.e
         yield Case({"T": T, "C": s.C, "R": s.R}, run, moved, 0, ("eager", plain))
+
+
+def mla_query_append(b: Bench) -> Iterator[Case]:
+    s, rope = b.size, b.rope()
+    for H in dict.fromkeys((s.H, 8)):
+        w = b.rand(H, s.C, s.P, scale=s.P**-0.5)
+        weights = b.copies(w)
+        for T in (*s.batches, s.prefill):
+            cache = torch.zeros(T // 64 + 2, 64, s.C + s.R, device=b.device, dtype=b.dtype)
+            q, kv, norm = b.rand(T, H, s.P + s.R), b.rand(T, s.C + s.R), b.rand(s.C)
+            tail = rope, b.ints(T, high=len(rope)), b.tensor(range(1, T + 1))
+
+            def run(w, cache=cache, q=q, head=(kv, norm, EPS, *tail)):
+                return ops.mla_query_append(cache, q, w, *head, False)
+
+            def both(w, cache=cache, q=q, head=(kv, norm, EPS, *tail)):
+                ops.mla_append(cache, *head, False)
+                return ops.mla_query(q, w, *head[3:5], False)
+
+            want, got = both(w), cache.clone()
+            cache.zero_()
+            b.close("mla_query_append", run(w), want)
+            b.close("mla_query_append", cache, got)
+            moved = (H * (s.C * s.P + T * (s.P + s.C + 2 * s.R)) + 2 * T * (s.C + s.R)) * b.e
+            shape = {"T": T, "H": H, "P": s.P, "C": s.C, "R": s.R}
+            flops, baseline = 2 * T * H * s.C * s.P, ("both ops", turning(both, weights))
+            yield Case(shape, turning(run, weights), moved, flops, baseline, weights=b.name)
 
 
 def mla_attention(b: Bench) -> Iterator[Case]:

@@ -36,6 +36,12 @@ struct MlaAppendParams {
   DType dtype;  // of cache, kv and w
 };
 
+// Both of the same rows, in one launch where a backend has one.
+struct MlaQueryAppendParams {
+  MlaQueryParams query;
+  MlaAppendParams append;
+};
+
 // Verify attention over the latent cache. Row (b, n) stands at position
 // p = context[b] + popcount(ancestors[b, n]) - 1 and attends to positions 0 .. p. Position j below
 // context is token slot j of the sequence, position j from there on slot context + m where m is

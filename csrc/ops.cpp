@@ -35,6 +35,9 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       "mla_append(Tensor(a!) cache, Tensor kv, Tensor w, float eps, Tensor rope, Tensor position,"
       " Tensor slot, bool interleaved) -> ()");
   m.def(
+      "mla_query_append(Tensor(a!) cache, Tensor q, Tensor w_uk, Tensor kv, Tensor w, float eps,"
+      " Tensor rope, Tensor position, Tensor slot, bool interleaved) -> Tensor");
+  m.def(
       "mla_attention(Tensor q, Tensor cache, Tensor block_table, Tensor context, Tensor? ancestors,"
       " int latent, float scale) -> Tensor");
   m.def(

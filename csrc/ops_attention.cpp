@@ -32,9 +32,10 @@ void check_table(const Tensor& block_table, int64_t B, const Tensor& like) {
   extent("block_table's tokens", block_table.size(1) * kPage);
 }
 
-template <auto Launch>
-Tensor mla_query(const Tensor q, const Tensor w_uk, const Tensor rope, const Tensor position,
-                 bool interleaved) {
+// The queries' params, their outputs allocated.
+std::tuple<Tensor, MlaQueryParams> query_params(const Tensor& q, const Tensor& w_uk,
+                                                const Tensor& rope, const Tensor& position,
+                                                bool interleaved) {
   check_dim("q", q, 3);
   check_dim("w_uk", w_uk, 3);
   const int64_t T = q.size(0), H = q.size(1), Z = q.size(2), C = w_uk.size(1);
@@ -44,31 +45,29 @@ Tensor mla_query(const Tensor q, const Tensor w_uk, const Tensor rope, const Ten
   check("w_uk", w_uk, {H, C, Z - R}, q.scalar_type(), q);
   require((Z <= 1 || q.stride(2) == 1) && (H <= 1 || q.stride(1) == Z),
           "q must have contiguous heads and features");
-  auto out = empty(q, {T, H, C + R}, q.scalar_type());
   const DType dtype = dtype_of("q", q);
-  if (out.numel() == 0) return out;
-  run_on<Launch>(q, MlaQueryParams{
-                        .q = data(q),
-                        .w_uk = data(w_uk),
-                        .rope = data<float>(rope),
-                        .position = data<int32_t>(position),
-                        .out = mutable_data(out),
-                        .q_stride = q.stride(0),
-                        .T = extent("q", T),
-                        .H = extent("q", H),
-                        .P = extent("q", Z - R),
-                        .C = extent("w_uk", C),
-                        .R = extent("rope", R),
-                        .positions = extent("rope", rope.size(0)),
-                        .interleaved = interleaved,
-                        .dtype = dtype,
-                    });
-  return out;
+  auto out = empty(q, {T, H, C + R}, q.scalar_type());
+  return {out, MlaQueryParams{
+                   .q = data(q),
+                   .w_uk = data(w_uk),
+                   .rope = data<float>(rope),
+                   .position = data<int32_t>(position),
+                   .out = mutable_data(out),
+                   .q_stride = q.stride(0),
+                   .T = extent("q", T),
+                   .H = extent("q", H),
+                   .P = extent("q", Z - R),
+                   .C = extent("w_uk", C),
+                   .R = extent("rope", R),
+                   .positions = extent("rope", rope.size(0)),
+                   .interleaved = interleaved,
+                   .dtype = dtype,
+               }};
 }
 
-template <auto Launch>
-void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const Tensor rope,
-                const Tensor position, const Tensor slot, bool interleaved) {
+MlaAppendParams append_params(const Tensor& cache, const Tensor& kv, const Tensor& w, double eps,
+                              const Tensor& rope, const Tensor& position, const Tensor& slot,
+                              bool interleaved) {
   check_pages("cache", cache, 3);
   check_rows("kv", kv);
   const int64_t T = kv.size(0);
@@ -82,24 +81,51 @@ void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const
   check("w", w, {C}, cache.scalar_type(), cache);
   check("slot", slot, {T}, ScalarType::Int, cache);
   const DType dtype = dtype_of("cache", cache);
-  if (T == 0) return;
-  run_on<Launch>(cache, MlaAppendParams{
-                            .cache = mutable_data(cache),
-                            .kv = data(kv),
-                            .w = data(w),
-                            .rope = data<float>(rope),
-                            .position = data<int32_t>(position),
-                            .slot = data<int32_t>(slot),
-                            .kv_stride = kv.stride(0),
-                            .slots = cache.size(0) * kPage,
-                            .T = extent("kv", T),
-                            .C = extent("cache", C),
-                            .R = extent("rope", R),
-                            .positions = extent("rope", rope.size(0)),
-                            .eps = static_cast<float>(eps),
-                            .interleaved = interleaved,
-                            .dtype = dtype,
-                        });
+  return {
+      .cache = mutable_data(cache),
+      .kv = data(kv),
+      .w = data(w),
+      .rope = data<float>(rope),
+      .position = data<int32_t>(position),
+      .slot = data<int32_t>(slot),
+      .kv_stride = kv.stride(0),
+      .slots = cache.size(0) * kPage,
+      .T = extent("kv", T),
+      .C = extent("cache", C),
+      .R = extent("rope", R),
+      .positions = extent("rope", rope.size(0)),
+      .eps = static_cast<float>(eps),
+      .interleaved = interleaved,
+      .dtype = dtype,
+  };
+}
+
+template <auto Launch>
+Tensor mla_query(const Tensor q, const Tensor w_uk, const Tensor rope, const Tensor position,
+                 bool interleaved) {
+  const auto [out, p] = query_params(q, w_uk, rope, position, interleaved);
+  if (out.numel() > 0) run_on<Launch>(q, p);
+  return out;
+}
+
+template <auto Launch>
+void mla_append(Tensor cache, const Tensor kv, const Tensor w, double eps, const Tensor rope,
+                const Tensor position, const Tensor slot, bool interleaved) {
+  const auto p = append_params(cache, kv, w, eps, rope, position, slot, interleaved);
+  if (p.T > 0) run_on<Launch>(cache, p);
+}
+
+template <auto Launch>
+Tensor mla_query_append(Tensor cache, const Tensor q, const Tensor w_uk, const Tensor kv,
+                        const Tensor w, double eps, const Tensor rope, const Tensor position,
+                        const Tensor slot, bool interleaved) {
+  const auto [out, query] = query_params(q, w_uk, rope, position, interleaved);
+  const auto append = append_params(cache, kv, w, eps, rope, position, slot, interleaved);
+  require(cache.scalar_type() == q.scalar_type(), "cache has dtype ", cache.scalar_type(),
+          ", wants ", q.scalar_type());
+  require(out.numel() > 0 || query.T == 0, "q has no heads");
+  if (query.T > 0) run_on<Launch>(q, MlaQueryAppendParams{query, append});
+  return out;
 }
 
 // Bytes: per row and split, and for the tail, a weighted sum [C], a largest score and a sum of
@@ -196,6 +222,7 @@ void kv_compact(Tensor cache, const Tensor block_table, const Tensor context, co
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cpu::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cpu::mla_append>));
+  m.impl("mla_query_append", TORCH_BOX(&mla_query_append<cpu::mla_query_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cpu::mla_attention>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cpu::kv_compact>));
 }
@@ -204,6 +231,7 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
   m.impl("mla_query", TORCH_BOX(&mla_query<cuda::mla_query>));
   m.impl("mla_append", TORCH_BOX(&mla_append<cuda::mla_append>));
+  m.impl("mla_query_append", TORCH_BOX(&mla_query_append<cuda::mla_query_append>));
   m.impl("mla_attention", TORCH_BOX(&mla_attention<cuda::mla_attention>));
   m.impl("kv_compact", TORCH_BOX(&kv_compact<cuda::kv_compact>));
 }

@@ -13,6 +13,7 @@
 // Needs   nothing; P a multiple of kVec and 8-byte (bf16) or 16-byte (float32) rows are faster.
 #include "mla.cuh"
 #include "tensor_cores/linear.cuh"
+#include "tensor_cores/query_parts.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -111,6 +112,15 @@ void mla_query(const MlaQueryParams& p, Stream stream) {
                          (p.P + p.R) % kVec == 0 && p.q_stride % kVec == 0;
     launch(mla_query_kernel<Element>, {blocks, kThreads}, stream, QueryLaunch{p, aligned});
   });
+}
+
+// One launch where queries are on tensor cores, whose first blocks append while the others' weights are
+// on their way; elsewhere two.
+void mla_query_append(const MlaQueryAppendParams& p, Stream stream) {
+  if (is_short(p.query) && p.append.C <= kAppendFeatures)
+    return mla_query_short(p.query, p.append, stream);
+  mla_append(p.append, stream);
+  mla_query(p.query, stream);
 }
 
 }  // namespace kdtree::cuda

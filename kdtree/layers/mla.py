@@ -48,8 +48,10 @@ class Mla(nn.Module):
         query, latent = self.qkv_a_proj(x).split([self.split, c.kv_lora_rank + c.rope], 1)
         if self.q_b_proj:
             query = self.q_b_proj(self.q_a_layernorm(query)[0])
-        ops.mla_append(
+        query = ops.mla_query_append(
             cache,
+            query.unflatten(1, (c.heads, c.nope + c.rope)),
+            self.w_uk,
             latent,
             self.kv_a_layernorm.weight,
             c.norm_eps,
@@ -58,8 +60,6 @@ class Mla(nn.Module):
             step.slot.flatten(),
             c.rotary.interleaved,
         )
-        query = query.unflatten(1, (c.heads, c.nope + c.rope))
-        query = ops.mla_query(query, self.w_uk, rope, position, c.rotary.interleaved)
         mixed = ops.mla_attention(
             query.view(*step.token.shape, *query.shape[1:]),
             cache,

@@ -7,7 +7,13 @@ RuntimeError, with what is wrong and what is wanted, on a wrong shape, dtype, de
 letters: csrc/kdtree.h.
 """
 
-from kdtree.ops.attention import kv_compact, mla_append, mla_attention, mla_query
+from kdtree.ops.attention import (
+    kv_compact,
+    mla_append,
+    mla_attention,
+    mla_query,
+    mla_query_append,
+)
 from kdtree.ops.dense import add_rms_norm, linear, rms_norm, swiglu
 from kdtree.ops.draft import block_append, block_attention, block_conv, block_embed, edge_scores
 from kdtree.ops.experts import int4_linear, int4_pack, moe_experts, moe_route
@@ -28,6 +34,7 @@ __all__ = [
     "mla_append",
     "mla_attention",
     "mla_query",
+    "mla_query_append",
     "moe_experts",
     "moe_route",
     "rms_norm",

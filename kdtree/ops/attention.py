@@ -52,6 +52,33 @@ def _(cache, kv, w, eps, rope, position, slot, interleaved):
     return None
 
 
+def mla_query_append(
+    cache: Tensor,
+    q: Tensor,
+    w_uk: Tensor,
+    kv: Tensor,
+    w: Tensor,
+    eps: float,
+    rope: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    """mla_append and mla_query of the same rows, with their arguments and bits.
+
+    On a GPU one launch where q is bfloat16 and P at most 512. kv and w have the dtype of q too.
+    returns [T, H, C + R], dtype of q
+    """
+    return ops.mla_query_append.default(
+        cache, q, w_uk, kv, w, eps, rope, position, slot, interleaved
+    )
+
+
+@register_fake("kdtree::mla_query_append")
+def _(cache, q, w_uk, kv, w, eps, rope, position, slot, interleaved):
+    return q.new_empty((q.shape[0], q.shape[1], w_uk.shape[1] + rope.shape[1]))
+
+
 def mla_attention(
     q: Tensor,
     cache: Tensor,

@@ -13,7 +13,14 @@ from attention_case import random_case
 from kdtree import ops
 
 HERE = Path(__file__).parent
-NAMES = "linear", "int4_linear", "moe_experts_forms", "mla_attention_latent"
+NAMES = (
+    "linear",
+    "mla_query",
+    "mla_query_append",
+    "int4_linear",
+    "moe_experts_forms",
+    "mla_attention_latent",
+)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
@@ -34,6 +41,12 @@ def bits() -> str:
         packed = ops.int4_pack(codes(O, I), rand(O, I // 32).abs())
         for y in (ops.linear(x, rand(O, I)), ops.int4_linear(x, *packed)):
             sums.update(y.float().cpu().numpy().tobytes())
+    for T in (3, 40, 100, 150):
+        q, w, rope = rand(T, 4, 128 + 64), rand(4, 512, 128), rand(9, 64).float()
+        y = ops.mla_query(q, w, rope, torch.arange(T, device="cuda").int() % 9, True)
+        sums.update(y.float().cpu().numpy().tobytes())
+        y = ops.linear(y[..., :512], rand(4, 128, 512))
+        sums.update(y.float().cpu().numpy().tobytes())
     T, D, F, E, K = 200, 256, 192, 5, 3
     shapes = (E, 2 * F, D), (E, D, F)
     banks = [ops.int4_pack(codes(*s), rand(*s[:2], s[2] // 32).abs()) for s in shapes]
