@@ -65,7 +65,7 @@ class Run:
         if self.rows is None:
             yield
             return
-        append, c = ops.mla_append, self.model.config.mla
+        append, both, c = ops.mla_append, ops.mla_query_append, self.model.config.mla
 
         def instead(cache, kv, w, eps, rope, position, slot, interleaved):
             append(cache, kv, w, eps, rope, position, slot, interleaved)
@@ -74,11 +74,15 @@ class Run:
             self.cached.append(widened(own[at], c.kv_lora_rank, c.rope).numpy())
             own[at] = quantised(rows, c.kv_lora_rank).to(own.device)
 
-        ops.mla_append = instead
+        def apart(cache, q, w_uk, kv, w, eps, rope, position, slot, interleaved):
+            instead(cache, kv, w, eps, rope, position, slot, interleaved)
+            return ops.mla_query(q, w_uk, rope, position, interleaved)
+
+        ops.mla_append, ops.mla_query_append = instead, apart
         try:
             yield
         finally:
-            ops.mla_append = append
+            ops.mla_append, ops.mla_query_append = append, both
 
     def _watch(self) -> None:
         def stream(store):

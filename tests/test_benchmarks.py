@@ -63,7 +63,8 @@ def test_results_file(device, tmp_path, capsys):
 
 
 def test_every_op_has_its_rows():
-    assert sorted(bench.__name__ for bench in bench_ops.BENCHES) == sorted(ops.__all__)
+    timed = [op for op in ops.__all__ if not op.startswith("generation_")]  # these are of a graph
+    assert sorted(bench.__name__ for bench in bench_ops.BENCHES) == sorted(timed)
 
 
 @pytest.mark.parametrize("bench", bench_ops.BENCHES, ids=lambda bench: bench.__name__)

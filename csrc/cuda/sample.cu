@@ -64,7 +64,8 @@ struct Draw {
   // The block's best noisy score, as a rank; adds the raw masses of its share to mass. Rounding is
   // monotone, so an id that stays under a score that some id surely reaches, even with the greatest
   // noise, cannot win and needs no noise.
-  __device__ uint64_t best_noisy(uint64_t& mass) const {
+  // A function of its own: inlined it costs registers that two blocks of a processor do not have.
+  __device__ __noinline__ uint64_t best_noisy(uint64_t& mass) const {
     const float best = scaled(max);
     float sure = best + kMinNoise;
     uint64_t winner = 0;
@@ -83,8 +84,8 @@ struct Draw {
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
         if (!(y[i] + kMaxNoise >= sure)) continue;
-        if (last != kAllIds && code_of(y[i], best, id + i) > last) continue;
-        if (min_p > 0 && exp_negative(y[i] - best) < fminf(min_p, 1.f)) continue;
+        if (last != kAllIds && code_of(y[i], scaled(max), id + i) > last) continue;
+        if (min_p > 0 && exp_negative(y[i] - scaled(max)) < fminf(min_p, 1.f)) continue;
         const float score = y[i] + noise[i];
         winner = ::max(winner, rank_of(score, id + i));
         sure = fmaxf(sure, score);
