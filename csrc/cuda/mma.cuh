@@ -37,6 +37,22 @@ __device__ inline void int4_fragment(uint32_t word, uint32_t (&a)[4]) {
   }
 }
 
+// The same in units of 1 / kInt4Unit, by fewer instructions: a nibble at the low or at the high end of
+// a byte, taken for a bf16 without its other bits, is code * 2^-133 or code * 2^-129, whether that is
+// subnormal or not; one fma brings it to its place. Sums of such products want a factor of kInt4Unit.
+inline constexpr float kInt4Unit = 64;
+__device__ inline void int4_parts(uint32_t word, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = i < 2 ? word : word >> 8;
+    const uint32_t code = byte & (i % 2 ? 0x00f000f0 : 0x000f000f);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(a[i])
+        : "r"(code), "r"(i % 2 ? 0x7d007d00 : 0x7f007f00),  // 2^123, 2^127
+          "r"(0xbe00be00));                                 // -8 / kInt4Unit
+  }
+}
+
 // 16 bytes of shared memory.
 __device__ inline uint4 load_shared(uint32_t from) {
   uint4 v;

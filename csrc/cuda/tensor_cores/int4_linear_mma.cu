@@ -10,7 +10,7 @@
 // Smem    the stages; in the same place the block's sums, which its cluster reads.
 // Reads   weights once per kBN rows, x once per 32 * kWarps outputs (from L2).
 // Floor   O * I * (1/2 + 1/16) bytes: 7168 -> 18432 is 74 MB, 17 us at 4.4 TB/s (H200). A tile is
-//         some 70 instructions of a warp at 8 rows, and 13 more for each further 8 rows.
+//         some 62 instructions of a warp at 8 rows, and 13 more for each further 8 rows.
 // Needs   w on 16 bytes; where x or the scales are not, elements are loaded one by one.
 #include "int4_product.cuh"
 
@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   copy_wait<0>();
   __syncthreads();
   float* sums = reinterpret_cast<float*>(smem);
+  in_whole_codes(sum);
   store_sums<Tile::kBM, 16>(sum, sums, warp * kInt4Tile, 0);
   store_tile<Tile::kBM, Tile::kBN, Tile::kThreads>(p, sums, 0, t0, o0);
 }
@@ -143,8 +144,12 @@ void launch_tile(Product p, Stream stream) {
 }  // namespace
 
 void int4_linear_mma(const Product& p, Stream stream) {
-  if (p.T <= 8) return launch_tile<Int4Tile<4, 8, 4, 3, 6>>(p, stream);
-  if (p.T <= 16) return launch_tile<Int4Tile<4, 16, 4, 4, 4>>(p, stream);
+  // Few blocks have long rings; of many, all are to be resident at once.
+  const int64_t blocks = int64_t{ceil_div(p.O, 4 * kInt4Tile)} * runs_of(p.I, p.O).count;
+  if (p.T <= 8)
+    return blocks <= 2 * processors() ? launch_tile<Int4Tile<4, 8, 4, 4, 5>>(p, stream)
+                                      : launch_tile<Int4Tile<4, 8, 4, 2, 5>>(p, stream);
+  if (p.T <= 16) return launch_tile<Int4Tile<4, 16, 4, 3, 5>>(p, stream);
   launch_tile<Int4Tile<4, 32, 4, 4, 2>>(p, stream);  // 64 rows leave no registers
 }
 

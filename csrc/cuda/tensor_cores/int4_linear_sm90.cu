@@ -13,7 +13,7 @@
 // Reads   weights once per kBN rows, x once per 128 outputs (from L2).
 //         Past the inputs' end tiles, scales and rows are zeros, which change no sum.
 // Floor   O * I * (1/2 + 1/16) bytes: 7168 -> 18432 is 74 MB, 17 us at 4.3 TB/s (H200). A tile is
-//         some 76 instructions of a warp and one for each row.
+//         some 70 instructions of a warp and one for each row.
 // Needs   w, x, its rows and the scales on 16 bytes, I a multiple of 64.
 #include "int4_product.cuh"
 #include "int4_wgmma.cuh"
@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   multiply_run<Tile>(job, smem, t0, o0 / kInt4Tile, first, tiles, sum);
   __syncthreads();  // all stages have been read
   float* sums = reinterpret_cast<float*>(boxes);
+  in_whole_codes(sum);
   store_sums<kBM, 16>(sum, sums, warp * kInt4Tile, 0);
   store_tile<kBM, kBN, Tile::kThreads>(p, sums, 0, t0, o0);
 }
@@ -189,10 +190,10 @@ bool int4_linear_sm90(const Product& p, Stream stream) {
   // Few blocks have long rings; of many, all are to be resident at once.
   const int64_t blocks = int64_t{ceil_div(p.O, kWarps * kInt4Tile)} * runs_of(p.I, p.O).count;
   const bool few = blocks * ceil_div(p.T, 64) <= 2 * processors();
-  if (p.T <= 16) return !few && launch_tile<Int4WgmmaTile<16, 4, 3, 5>>(p, stream);
+  if (p.T <= 16) return !few && launch_tile<Int4WgmmaTile<16, 4, 2, 5>>(p, stream);
   if (p.T <= 32)
     return few ? launch_tile<Int4WgmmaTile<32, 4, 6, 2>>(p, stream)
-               : launch_tile<Int4WgmmaTile<32, 2, 5, 5>>(p, stream);
+               : launch_tile<Int4WgmmaTile<32, 4, 2, 5>>(p, stream);
   return few ? launch_tile<Int4WgmmaTile<64, 4, 4, 2>>(p, stream)
              : launch_tile<Int4WgmmaTile<64, 2, 5, 3>>(p, stream);
 }

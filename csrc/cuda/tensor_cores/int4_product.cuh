@@ -16,8 +16,9 @@ __device__ inline int scales_of_lane() {
   return lane / 16 * kTileScales + lane / 8 % 2 * 32 + lane % 2 * 16;
 }
 
-// sum += a tile (a lane's 16 bytes of it) times rows. scale: of the outputs g and g + 8 in one word,
-// of g + 16 and g + 24 in the other; x: address of a lane's matrix row; kLine: bytes of a row of x
+// sum += a tile (a lane's 16 bytes of it) times rows, over kInt4Unit. scale: of the outputs g and
+// g + 8 in one word, of g + 16 and g + 24 in the other; x: address of a lane's matrix row; kLine:
+// bytes of a row of x
 template <int kLine, int kNT>
 __device__ inline void multiply_tile(const uint4& tile, uint32_t x, const uint32_t (&scale)[2],
                                      Sums<2, kNT>& sum) {
@@ -32,8 +33,8 @@ __device__ inline void multiply_tile(const uint4& tile, uint32_t x, const uint32
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     uint32_t a[2][4];
-    int4_fragment(words[m][0], a[0]);
-    int4_fragment(words[m][1], a[1]);
+    int4_parts(words[m][0], a[0]);
+    int4_parts(words[m][1], a[1]);
     const float low = __uint_as_float(scale[m] << 16), high = __uint_as_float(scale[m] & ~0xffffu);
 #pragma unroll
     for (int n = 0; n < kNT; ++n) {
@@ -44,6 +45,17 @@ __device__ inline void multiply_tile(const uint4& tile, uint32_t x, const uint32
       for (int i = 0; i < 4; ++i) sum[m][n][i] = fmaf(i < 2 ? low : high, group[i], sum[m][n][i]);
     }
   }
+}
+
+// The sums of whole codes from those of int4_parts.
+template <int kNT>
+__device__ inline void in_whole_codes(Sums<2, kNT>& sum) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < kNT; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[m][n][i] *= kInt4Unit;
 }
 
 // Where a lane reads in the first stage.

@@ -63,7 +63,7 @@ __device__ inline void wgmma(float (&c)[8][4], const uint32_t (&a)[4], uint64_t 
 }
 #endif
 
-// A lane's codes of 16 outputs and 32 inputs as A operands. They are there when this has been made:
+// A lane's codes of 16 outputs and 32 inputs as A operands, over kInt4Unit. They are there when this has been made:
 // what waits after it does not wait before.
 struct Int4Codes {
   uint32_t a[2][4] = {};
@@ -71,8 +71,8 @@ struct Int4Codes {
   Int4Codes() = default;
 
   __device__ Int4Codes(uint32_t first, uint32_t second) {
-    int4_fragment(first, a[0]);
-    int4_fragment(second, a[1]);
+    int4_parts(first, a[0]);
+    int4_parts(second, a[1]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[0][i]), "+r"(a[1][i]));
   }
