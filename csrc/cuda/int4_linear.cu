@@ -1,5 +1,5 @@
-// Product with INT4 weights of float32 rows. Of bf16 rows: tensor_cores/int4_linear_mma.cu and
-// int4_linear_sm90.cu.
+// Product with INT4 weights of float32 rows. Of bf16 rows: tensor_cores/int4_linear_mma.cu,
+// int4_linear_few.cu and int4_linear_sm90.cu.
 //
 //   y[t, o] = sum_i x[t, i] * (code[o, i] - 8) * scale[o, i / 32]
 //
@@ -70,7 +70,8 @@ void int4_linear_bf16(const Int4LinearParams& p, Stream stream) {
   constexpr int kFewRows = 8;  // that mma.sync serves as well
   const bool vectors = aligned<Bf16>(p.x, p.x_stride) && aligned<Bf16>(p.scale, 0);
   const bool wgmma = p.T > kFewRows && vectors && device_has_wgmma();
-  if (!wgmma || !int4_linear_sm90(product, stream)) int4_linear_mma(product, stream);
+  if (wgmma && (int4_linear_few(product, stream) || int4_linear_sm90(product, stream))) return;
+  int4_linear_mma(product, stream);
 }
 
 }  // namespace

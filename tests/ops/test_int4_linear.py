@@ -95,18 +95,21 @@ def test_rows_alone_and_among_130(O, I, device, rng):
         assert torch.equal(ops.int4_linear(x[:T], packed, apart), want[:T])
 
 
-@pytest.mark.parametrize("O, I", [(96, 1088), (1056, 2112), (8512, 2112)])
+@pytest.mark.parametrize(
+    "O, I", [(96, 1088), (1056, 2112), (8512, 2112), (96, 2048), (64, 4096), (8512, 2048)]
+)
 def test_long_and_short_rings(O, I, device, rng):
-    """Whole pairs of tiles have kernels of their own, many outputs others than few."""
+    """Whole pairs of tiles, equal runs and many outputs have kernels of their own."""
     x, packed, scale, _ = case(130, O, I, torch.bfloat16, device, rng, apart=8)
     want = ops.int4_linear(x, packed, scale)
     for T in (1, 8, 9, 16, 17, 32, 33, 64, 65):
         assert torch.equal(ops.int4_linear(x[:T], packed, scale), want[:T]), T
 
 
+@pytest.mark.parametrize("I", [1024, 1120])
 @pytest.mark.parametrize("T", [5, 13, 40, 70])
-def test_other_rows_do_not_matter(T, device, rng):
-    x, packed, scale, _ = case(T, 64, 1120, torch.bfloat16, device, rng, apart=8)
+def test_other_rows_do_not_matter(T, I, device, rng):
+    x, packed, scale, _ = case(T, 64, I, torch.bfloat16, device, rng, apart=8)
     want = ops.int4_linear(x, packed, scale)
     for place in {0, 1, T // 2, T - 1}:
         among = torch.full_like(x, torch.nan)
@@ -115,9 +118,10 @@ def test_other_rows_do_not_matter(T, device, rng):
         assert torch.equal(ops.int4_linear(among, packed, scale)[place], want[place])
 
 
+@pytest.mark.parametrize("I", [2048, 2176])
 @pytest.mark.parametrize("T", [1, 16, 64])
-def test_runs_are_equal(T, device, rng):
-    x, packed, scale, _ = case(T, 192, 2176, torch.bfloat16, device, rng, apart=8)
+def test_runs_are_equal(T, I, device, rng):
+    x, packed, scale, _ = case(T, 192, I, torch.bfloat16, device, rng, apart=8)
     want = ops.int4_linear(x, packed, scale)
     for _ in range(200 if device.type == "cuda" else 2):
         assert torch.equal(ops.int4_linear(x, packed, scale), want)

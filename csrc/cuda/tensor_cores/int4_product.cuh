@@ -7,6 +7,7 @@ namespace kdtree::cuda {
 
 void int4_linear_mma(const Product&, Stream);   // bf16 rows and scales; any GPU, any alignment
 bool int4_linear_sm90(const Product&, Stream);  // sm_90a and vectors; false: done nothing
+bool int4_linear_few(Product, Stream);          // likewise, up to 16 rows and few outputs
 
 // Of each of two tiles' scales, kTileScales bytes apart, two matrices, whose rows are in turn the scales
 // of 8 outputs and of the next 8: transposed, a lane has both of its outputs'. Where its row stands.

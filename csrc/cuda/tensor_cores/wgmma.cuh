@@ -19,6 +19,16 @@ __device__ inline void tensor_copy(uint32_t to, const CUtensorMap& tensor, int i
       : "memory");
 }
 
+// Likewise of a tensor of four dimensions.
+__device__ inline void tensor_copy(uint32_t to, const CUtensorMap& tensor, int first, int second,
+                                   int third, int fourth, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&tensor), "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(barrier)
+      : "memory");
+}
+
 // Fetches a description before it is used.
 __device__ inline void tensor_ready(const CUtensorMap& tensor) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&tensor) : "memory");
