@@ -1,5 +1,5 @@
 // Dense product, row-invariant: the plain kernel for every shape, where rows or weights are float32.
-// Of bf16 rows and weights: tensor_cores/linear_mma.cu and linear_sm90.cu.
+// Of bf16 rows and weights: tensor_cores/linear_mma.cu, linear_sm90.cu, linear_rows_sm90.cu.
 //
 //   y[t, g, o] = sum_i x[t, g, i] * w[g, o, i]
 //

@@ -60,6 +60,7 @@ def test_matches_float64(T, I, O, dtypes, device, rng):
         (70, 3, 48, 20),
         (20, 4, 1096, 9),
         pytest.param(2, 64, 512, 128, marks=pytest.mark.large),
+        pytest.param(40, 3, 264, 6202, marks=pytest.mark.large),
     ],
 )
 def test_groups_match_float64(T, G, I, O, dtypes, device, rng):

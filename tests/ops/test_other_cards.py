@@ -29,7 +29,8 @@ def bits() -> str:
         words = (*shape[:-1], shape[-1] // 8)
         return torch.randint(-(2**31), 2**31, words, generator=rng, dtype=torch.int64).int().cuda()
 
-    for T, I, O in ((17, 1024, 320), (64, 2048, 192), (130, 576, 1056)):
+    dense = (12, 1024, 320), (17, 1024, 320), (64, 2048, 192), (40, 160, 18016), (130, 576, 1056)
+    for T, I, O in dense:
         x = rand(T, I)
         packed = ops.int4_pack(codes(O, I), rand(O, I // 32).abs())
         for y in (ops.linear(x, rand(O, I)), ops.int4_linear(x, *packed)):

@@ -12,5 +12,6 @@ inline bool in_vectors(const Product& p) {
 
 void linear_mma(const Product&, Stream);   // any GPU, any alignment
 bool linear_sm90(const Product&, Stream);  // sm_90a and vectors; false: done nothing
+bool linear_rows_sm90(Product, Stream);    // likewise, up to 64 rows and a wave of outputs
 
 }  // namespace kdtree::cuda

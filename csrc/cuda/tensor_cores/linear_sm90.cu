@@ -260,7 +260,7 @@ bool launch_few_rows(const Product& p, Stream stream) {
 
 bool linear_sm90(const Product& p, Stream stream) {
   if (p.T <= 32) return launch_filling<WgmmaTile<64, 32, 5, 3>>(p, stream);
-  if (p.T <= 64) return launch_few_rows(p, stream);
+  if (p.T <= 64) return linear_rows_sm90(p, stream) || launch_few_rows(p, stream);
   return launch_filling<WgmmaTile<128, 128, 5, 1>>(p, stream);
 }
 
