@@ -17,12 +17,12 @@ def test_a_slow_draft_is_seen(device, monkeypatch):
     propose = engine.drafter.propose
 
     def slowly(state):
-        time.sleep(0.05)
+        time.sleep(0.2)
         return propose(state)
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
     costs = measure(engine.model, engine.cache, engine.state, engine.drafter, False)
-    assert costs.draft >= 0.05
+    assert costs.draft >= 0.15  # what it costs beside that is a difference of two times
 
 
 def test_measures_its_costs(device):

@@ -51,7 +51,7 @@ def test_plain_decoding_offers_nothing(device):
 def test_another_s_prompt_is_no_part_of_decoding(device, monkeypatch):
     engine, seconds = engine_of(device), 0.4
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 3, 3)]
-    engine.generate([5, 6], params[1])  # what happens only once
+    engine.generate([[5, 6]] * 3, params)  # what happens only once
     monkeypatch.setattr(engine.drafter, "start", lambda *arguments: time.sleep(seconds))
     first, second, third = (r.metrics for r in engine.generate([[5, 6]] * 3, params))
     for m in (first, second, third):
