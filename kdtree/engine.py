@@ -112,6 +112,7 @@ class Engine:
             own = self.model, self.cache, self.state, graphs
             self.drafter = automatic(self.drafter, budget, *own)
         self._free = Lock()  # held by the one generation at a time
+        self._ended: torch.cuda.Event | None = None  # the last one's rounds
 
     def generate(
         self,
@@ -212,6 +213,7 @@ class Engine:
         best = path.best(logits, asked.best) if asked.best else None
         return Round.of(tree, path, record, best, asked.traced, phases)
 
+    @torch.inference_mode(False)  # as above: some of what rounds leave is written in later calls
     @torch.no_grad()
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Chunk]]:
         """Runs requests to their ends, max_batch at a time; each that ends makes room for one."""
@@ -220,6 +222,8 @@ class Engine:
         if not self._free.acquire(blocking=False):
             raise ValueError("the engine is generating: exhaust or close its stream first")
         try:
+            if self._ended:  # a last round may be on its way, on another stream
+                torch.cuda.current_stream(self.device).wait_event(self._ended)
             while waiting or any(running):
                 self._admit(waiting, running)
                 own = self.drafter, self.state, asked, self._round
@@ -228,16 +232,21 @@ class Engine:
                         for b, request in enumerate(running):
                             if request is None:
                                 continue
-                            yield request, request.accept(emitted[b])
-                            if request.completion.finish_reason == "error":
-                                raise NumericsError(*request.failure())
+                            chunk = request.accept(emitted[b])
                             if request.finished:
                                 self._halt(b)
                                 request.completion.metrics.phases = spent.read()
                                 running[b] = None
+                            yield request, chunk
+                            if request.completion.finish_reason == "error":
+                                raise NumericsError(*request.failure())
         finally:
-            self.state.active.fill_(False)
-            self._free.release()
+            try:
+                self.state.active.fill_(False)
+                if self.device.type == "cuda":
+                    self._ended = torch.cuda.current_stream(self.device).record_event()
+            finally:
+                self._free.release()
 
     def _halt(self, b: int) -> None:
         """Sequence b takes part in no later round, wherever rounds are launched from."""

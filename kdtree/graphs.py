@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable, Hashable
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from kdtree.generation import Generation
 from kdtree.record import Round
 
 T = TypeVar("T")
+_CAPTURING = Lock()  # one at a time in a process: the collector of garbage is everybody's
 
 
 class Graphs:
@@ -45,7 +47,7 @@ class Graphs:
             try:
                 self._made[key] = self._capture(work, torch.cuda.CUDAGraph())
             except RuntimeError as error:
-                self.on = False
+                self.on, self.steady, self._together = False, True, None
                 self._made.clear()
                 warnings.warn(f"decoding goes on without CUDA graphs: {error}", stacklevel=2)
                 return work()
@@ -74,15 +76,19 @@ class Graphs:
     def _capture(
         self, work: Callable[[], T], graph: torch.cuda.CUDAGraph
     ) -> tuple[torch.cuda.CUDAGraph, T]:
-        collecting = gc.isenabled()
-        gc.disable()  # what it frees could call CUDA, which ends a capture
-        try:
-            with torch.cuda.device(self._device):
+        with _CAPTURING, torch.cuda.device(self._device):
+            collecting = gc.isenabled()
+            gc.disable()  # what it frees could call CUDA, which ends a capture
+            try:
                 if self._pool is None:
                     self._pool = torch.cuda.graph_pool_handle()
                 stream = torch.cuda.Stream()
-                with torch.cuda.graph(graph, self._pool, stream, "thread_local"):
+                # A capture that fails leaves its stream current; this restores the one that was.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(graph, self._pool, stream, "thread_local"),
+                ):
                     return graph, work()
-        finally:
-            if collecting:
-                gc.enable()
+            finally:
+                if collecting:
+                    gc.enable()

@@ -39,6 +39,18 @@ def test_the_drafter_hears_of_rounds_without_a_draft(name, batch, device, monkey
             torch.testing.assert_close(blocks, want[length], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_calls_in_and_out_of_inference_mode(inside, device):
+    """What a call leaves behind is written by the next, whatever mode either is in."""
+    engine = engine_of("base", device, "float32", "ngram", budget=Costs({1: 1.0, 8: 1.05}, 0.01))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    texts = []
+    for mode in (inside, not inside, inside):
+        with torch.inference_mode(mode):
+            texts.append(engine.generate([5, 6, 7] * 3, params).token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_joins_paths_of_one_node():
     """The second sequence ended before the third round."""
 

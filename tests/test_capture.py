@@ -144,11 +144,12 @@ def test_what_cannot_be_captured_runs_op_by_op(monkeypatch):
     eager, graphed = engines("ngram", "float32", 1, 7)
     monkeypatch.setattr(graphed.drafter, "__class__", Asking)
     (prompt, *_), (params, *_) = call(5, 0.0)
+    stream = torch.cuda.current_stream()
     with pytest.warns(UserWarning, match="goes on without CUDA graphs: ") as said:
         for _ in range(2):
             got = graphed.generate([prompt], [params])
             assert outcome(got) == outcome(eager.generate([prompt], [params]))
-    assert len(said) == 1
+    assert len(said) == 1 and torch.cuda.current_stream() == stream
 
 
 @needs_cuda
@@ -215,7 +216,7 @@ def test_where_a_capture_fails(monkeypatch):
     graphs.on = True  # as on CUDA
     with pytest.warns(UserWarning, match="goes on without CUDA graphs: no such op") as said:
         done = [graphs(key, lambda: runs.append(1) or len(runs)) for key in "aaabbb"]
-    assert done == [1, 2, 3, 4, 5, 6] and len(said) == 1 and not graphs.on
+    assert done == [1, 2, 3, 4, 5, 6] and len(said) == 1 and not graphs.on and graphs.steady
 
 
 def test_where_no_generation_can_be_made(monkeypatch):
