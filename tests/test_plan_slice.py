@@ -65,6 +65,10 @@ def test_a_slice_of_something_else():
             project(CONFIG, plan(), sliced(**changed))
     with says(ValueError, "routed experts"):
         project(CONFIG, plan(int4=False), sliced())
+    with says(ValueError, "tokens of context of the slice", "101 instead of 100"):
+        project(CONFIG, plan(), sliced(context=101))
+    with says(ValueError, "the slice has 1, 8 nodes, the plan 4"):
+        project(CONFIG, plan(nodes=(4,)), sliced())
     rows = sliced()["rows"]
     del rows[0]["parts"][2]
     with says(ValueError, "the slice has no MoE layer, the model has 5"):

@@ -49,7 +49,7 @@ def read_slice(path: Path) -> dict[str, Any]:
 
 
 def project(config: ModelConfig, made: Plan, slice_: dict[str, Any]) -> list[Projected]:
-    """The steps of a plan whose nodes the slice has too.
+    """The steps of a plan whose nodes the slice has too, of which there must be some.
 
     Raises ValueError where the slice is of another model, context or format of experts.
     """
@@ -57,14 +57,20 @@ def project(config: ModelConfig, made: Plan, slice_: dict[str, Any]) -> list[Pro
     experts = [part.held_as for part in made.parts if part.part == ROUTED]
     for name, ours, its in (
         ("dimensions", identity(config), slice_["identity"]),
-        ("cached latents", made.fp8, False),
+        ("cached latents", "fp8" if made.fp8 else "bfloat16", "bfloat16"),
         ("tokens of context", made.context, slice_["context"]),
         ("routed experts", experts, [held] if experts else []),
     ):
         if ours != its:
-            raise ValueError(f"{name} of the slice, of {slice_['shape']}: not those of the plan")
+            both = f": {its} instead of {ours}" if name != "dimensions" else ""
+            raise ValueError(
+                f"{name} of the slice, of {slice_['shape']}: not those of the plan{both}"
+            )
     rows = {row["nodes"]: {part["name"]: part for part in row["parts"]} for row in slice_["rows"]}
     steps = [step for step in made.steps if step.nodes in rows]
+    if not steps:
+        asked = ", ".join(str(step.nodes) for step in made.steps)
+        raise ValueError(f"the slice has {', '.join(map(str, rows))} nodes, the plan {asked}")
     return [_projected(config, step, rows[step.nodes]) for step in steps]
 
 
