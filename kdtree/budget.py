@@ -40,7 +40,7 @@ class AutoBudget:
     replans = True
 
     def __init__(
-        self, drafter: Drafter, costs: Costs, graphs: Graphs | None = None, *, timed=False
+        self, drafter: Drafter, costs: Costs, graphs: Graphs | None = None, *, timed: bool = False
     ):
         self.drafter, self.costs = drafter, costs
         self.graphs = graphs or Graphs(torch.device("cpu"))

@@ -134,7 +134,10 @@ class Engine:
         return results[0] if single else results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continues one prompt, a chunk a round. params.n must be 1. Raises as generate."""
+        """Continues one prompt, a chunk a round. params.n must be 1. Raises as generate.
+
+        On CUDA the device is up to 64 rounds ahead; other work on the same stream waits for them.
+        """
         prompts, params, single = options.prompts(prompt, params)
         if not single or params[0].n != 1:
             raise ValueError("stream takes one prompt and gives one completion: n must be 1")

@@ -59,8 +59,6 @@ struct Rows {
   }
 };
 
-// Products see what this thread wrote to shared memory, after a barrier.
-__device__ inline void fence_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int kBarrier>
 __device__ inline void group_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kGroup) : "memory");

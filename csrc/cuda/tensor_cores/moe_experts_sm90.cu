@@ -244,10 +244,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     let_next_begin();
     const Work job(params.p, smem);
     if (threadIdx.x >= kReaders) {
-      fewer_registers<kWriterRegisters>();
+      give_registers<kWriterRegisters>();
       Writer<kHidden>{params, job, ring}.run();
     } else {
-      more_registers<kReaderRegisters>();
+      take_registers<kReaderRegisters>();
       Reader<kHidden>{job, ring}.run();
     }
   } else {

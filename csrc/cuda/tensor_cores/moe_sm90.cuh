@@ -190,7 +190,7 @@ struct Writer {
 #pragma unroll 1
     for (int t = 0; t < job.tiles; t += kDepth, ring.next()) {
       Work::copied(ring).wait_full();
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      fence_products();
       __syncwarp();
       if (thread % kWarp == 0) ring.arrive(ring.full());
     }

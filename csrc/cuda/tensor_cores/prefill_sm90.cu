@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();  // the barriers are there
   if (threadIdx.x >= kReaders) {
-    fewer_registers<24>();
+    give_registers<24>();
     if (threadIdx.x == kReaders) fill_tiles(t, s, share, keys, values);
     return;
   }
-  more_registers<240>();
+  take_registers<240>();
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % kWarp;
   const int first = share.first + group * kRows, row = threadIdx.x % kGroup / kWarp * 16 + lane / 4;
   load_queries(p, share.h, first, s.q[group], 1 + group);

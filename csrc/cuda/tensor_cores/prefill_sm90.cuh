@@ -107,7 +107,7 @@ struct Reader {
   __device__ void add_values(uint32_t values) {
 #pragma unroll
     for (int k = 0; k < kPrefillTile / 16; ++k)
-      wgmma_values(sum, weight[k], values_operand(values + k * 16 * kLine, kBox));
+      wgmma_values(sum, weight[k], wgmma_transposed(values + k * 16 * kLine, kBox));
     wgmma_commit();
   }
 
@@ -174,7 +174,7 @@ struct Reader {
     wgmma_begin();
     multiply_scores(q, key());
     wgmma_wait<0>();
-    products_done(score);
+    wgmma_done(score);
     if (tells) Ring<kStages>::arrive(keys.empty());
     keys.next();
     weigh(0);
@@ -186,12 +186,12 @@ struct Reader {
       multiply_scores(q, key());
       add_values(value());
       wgmma_wait<1>();
-      products_done(score);
+      wgmma_done(score);
       if (tells) Ring<kStages>::arrive(keys.empty());
       weigh(tile * kPrefillTile);
       made_before(mass[0] + mass[1], q);
       wgmma_wait<0>();
-      products_done(sum);
+      wgmma_done(sum);
       weights_done();
       if (tells) Ring<kStages>::arrive(values.empty());
       turn();
@@ -201,7 +201,7 @@ struct Reader {
     wgmma_begin();
     add_values(value());
     wgmma_wait<0>();
-    products_done(sum);
+    wgmma_done(sum);
     weights_done();
   }
 

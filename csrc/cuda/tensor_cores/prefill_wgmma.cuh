@@ -2,26 +2,9 @@
 // weights, in registers, with 128 features of those keys' values.
 #pragma once
 
-#include "wgmma_registers.cuh"
+#include "wgmma.cuh"
 
 namespace kdtree::cuda {
-
-// Describes values whose rows are keys, 128 bytes each, swizzled as tensor_copy leaves them, as an
-// operand that is multiplied over keys. at: on 1024 bytes, of 8 keys x 64 features; block: bytes
-// from there to the next 64 features
-__device__ inline uint64_t values_operand(uint32_t at, uint32_t block) {
-  constexpr uint64_t kEightRows = 1024 >> 4, kSwizzle128 = 1;
-  return uint64_t{(at & 0x3ffff) >> 4} | uint64_t{block >> 4} << 16 | kEightRows << 32 |
-         kSwizzle128 << 62;
-}
-
-// After a wait: what reads c stays behind it.
-__device__ inline void products_done(float (&c)[16][4]) {
-#pragma unroll
-  for (int n = 0; n < 16; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
-}
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ inline void wgmma_scores(float (&)[16][4], uint64_t, uint64_t, bool) { __trap(); }

@@ -64,11 +64,6 @@ __device__ inline void append_rows(const MlaAppendParams& p) {
   if (t < p.T) append_row(p, t);
 }
 
-// What this thread's copies have brought is seen by products.
-__device__ inline void wgmma_sees_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // sum += a step's weights times its rows, once all copies are here. o, row: the warp's first
 template <class Tile>
 __device__ inline void multiply_step(uint32_t weights, uint32_t rows, int o, int row,
@@ -159,7 +154,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kWgmma ? 2 : 1)
 #pragma unroll 1
     for (int s = 0; s < stages.steps; ++s) {
       copy_wait<Tile::kMostSteps - 1>();
-      if (Tile::kWgmma) wgmma_sees_copies();
+      if (Tile::kWgmma) fence_products();
       __syncthreads();  // everybody's copies of this step are here, the tile before has been read
       if (Tile::kRing && next < at.end)
         load_x<Tile, kVectors>(p, at.g, boxes + stages.rows(s, half ^ 1), s, next);

@@ -41,7 +41,34 @@ __device__ inline uint64_t wgmma_operand(uint32_t at) {
   return uint64_t{(at & 0x3ffff) >> 4} | uint64_t{1} << 16 | kEightRows << 32 | kSwizzle128 << 62;
 }
 
+// Describes rows that are summed over, 128 bytes each, swizzled as tensor_copy leaves them: positions
+// of latents, keys of values. at: on 1024 bytes, of 8 rows x 64 features; block: bytes from there to
+// the next 64 features
+__device__ inline uint64_t wgmma_transposed(uint32_t at, uint32_t block) {
+  constexpr uint64_t kEightRows = 1024 >> 4, kSwizzle128 = 1;
+  return uint64_t{(at & 0x3ffff) >> 4} | uint64_t{block >> 4} << 16 | kEightRows << 32 |
+         kSwizzle128 << 62;
+}
+
+// Products see what this thread, or copies that it waited for, wrote to shared memory, after a barrier.
+__device__ inline void fence_products() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// After a wait: what reads c stays behind it.
+template <int kNT>
+__device__ inline void wgmma_done(float (&c)[kNT][4]) {
+#pragma unroll
+  for (int n = 0; n < kNT; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
+}
+
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+template <int kRegisters>
+__device__ inline void give_registers() {}
+template <int kRegisters>
+__device__ inline void take_registers() {}
 __device__ inline void wgmma_begin() {}
 __device__ inline void wgmma_commit() {}
 template <int kPending>
@@ -51,6 +78,16 @@ __device__ inline void wgmma(float (&)[kNT][4], uint64_t, uint64_t) {
   __trap();
 }
 #else
+// By all threads of a warpgroup: what it gives back, others may take.
+template <int kRegisters>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -61,7 +98,7 @@ __device__ inline void wgmma_wait() {
 }
 
 // c += a b over 16 inputs, by a warpgroup: a has 64 outputs, b 8 * kNT rows. A warp holds 16 outputs
-// as mma does, and has its bits.
+// as mma does, and has its bits. kTransposed: b is wgmma_transposed
 __device__ inline void wgmma(float (&c)[4][4], uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
@@ -98,13 +135,14 @@ __device__ inline void wgmma(float (&c)[9][4], uint64_t a, uint64_t b) {
         "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3])
       : "l"(a), "l"(b));
 }
+template <int kTransposed = 0>
 __device__ inline void wgmma(float (&c)[16][4], uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
       "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
       "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, 0;"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, %66;"
       : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
         "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
         "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
@@ -117,7 +155,7 @@ __device__ inline void wgmma(float (&c)[16][4], uint64_t a, uint64_t b) {
         "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]), "+f"(c[14][0]),
         "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]),
         "+f"(c[15][2]), "+f"(c[15][3])
-      : "l"(a), "l"(b));
+      : "l"(a), "l"(b), "n"(kTransposed));
 }
 #endif
 

@@ -8,24 +8,10 @@ namespace kdtree::cuda {
 
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 inline constexpr bool kHasWgmma = false;
-template <int kRegisters>
-__device__ inline void fewer_registers() {}
-template <int kRegisters>
-__device__ inline void more_registers() {}
 template <int kNT>
 __device__ inline void wgmma_tile(float (&)[kNT][4], const uint32_t (&)[8], uint64_t) {}
 #else
 inline constexpr bool kHasWgmma = true;
-
-// By all threads of a warpgroup: what it gives back, others may take.
-template <int kRegisters>
-__device__ inline void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ inline void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 
 // c = a b over 32 inputs, from zero: 64 outputs, of which a warp holds 16 as mma does, and 8 * kNT
 // rows. a: a warp's fragments of the first 16 inputs and of the next; b: wgmma_operand of the rows
