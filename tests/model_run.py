@@ -39,10 +39,12 @@ class Run:
         forced: dict | None = None,
         fp8: bool = False,
         rows: list[np.ndarray] | None = None,
+        prefilled: int = 0,
     ):
         """What is the reference's is used after our own is kept.
 
         forced: (ids, weights) by layer; rows: [S, C + R] by layer, of a cache in FP8
+        prefilled: so many tokens come first, as the engine brings a prompt; the rest is watched
         """
         dtype = getattr(torch, dtype)
         self.forced, self.rows = forced, rows
@@ -52,10 +54,13 @@ class Run:
         cache.data.fill_(POISON if fp8 else float("nan"))
         self.after_attention, self.after_mlp, self.routed, self.scores = [], [], {}, {}
         self.cached = []  # [S, C + R] by layer, where rows are the reference's
-        self._watch()
-        tree = TokenTree.chain(torch.tensor(ids, device=device)[None])
+        ids = torch.tensor(ids, device=device)[None]
         with torch.no_grad(), self._appending():
-            hidden, _ = self.model(cache.place(tree), cache)
+            if prefilled:
+                self.model(cache.place(TokenTree.chain(ids[:, :prefilled]), 0), cache)
+                cache.extend(prefilled)
+            self._watch()
+            hidden, _ = self.model(cache.place(TokenTree.chain(ids[:, prefilled:])), cache)
             self.logits = self.model.logits(hidden)
         self.after_mlp = self.after_mlp[1:]  # the first is the embedding
 

@@ -47,11 +47,11 @@ def test_streams_routing_and_logits(name, dtype, device):
     compare(Run(variant(name), want["prompt.ids"], device, dtype, forced, fp8, rows), want)
 
 
-def draws(logits: torch.Tensor, prompt: int, kind: str, seed: int) -> np.ndarray:
-    """The tokens that rows prompt - 1 and on draw. logits: [1, rows, W]"""
+def draws(logits: torch.Tensor, first: int, kind: str, seed: int) -> np.ndarray:
+    """The tokens that rows draw, of which the first stands at position `first`.
+    logits: [1, rows, W]"""
     device = logits.device
-    logits = logits[:, prompt - 1 :].contiguous()
-    position = torch.arange(logits.shape[1], dtype=torch.int32, device=device) + prompt - 1
+    position = torch.arange(logits.shape[1], dtype=torch.int32, device=device) + first
     values = (seed, float(kind == "sampled"), 0, 1.0, 0.0)
     dtypes = (torch.int64, torch.float32, torch.int32, torch.float32, torch.float32)
     values = [
@@ -76,13 +76,15 @@ def test_continuation(name, dtype, kind, device):
     run = Run(variant(name), known, device, dtype, forced, fp8, rows)
     if fp8:
         compare_cached(run, rows_of(want, "latents", kind))
-    got, expected = float64(run.logits[0, len(prompt) - 1 :]), want[f"{kind}.logits"]
+    first = len(prompt) - 1
+    logits = run.logits[:, first:].contiguous()
+    got, expected = float64(logits[0]), want[f"{kind}.logits"]
     limit = model_limit(getattr(torch, dtype), run.model.config.layers + 1)
     assert_near("logits", got, expected, limit)
     error = np.abs(got - expected).max()
     decided = want[f"{kind}.margin"] > 2 * error
     assert decided.mean() > (0.99 if dtype == "float32" else 0.3)
-    token = draws(run.logits, len(prompt), kind, int(want["metadata"]["sample_seed"]))
+    token = draws(logits, first, kind, int(want["metadata"]["sample_seed"]))
     assert (token == ids)[decided].all(), f"off where the margin is over 2 x {error:.3g}"
 
 
@@ -91,7 +93,7 @@ def test_continuation(name, dtype, kind, device):
 @pytest.mark.parametrize("name", names())
 def test_free_run(name, dtype, kind, device):
     """What the engine emits: the oracle's tokens in float32, and always what the model draws when
-    the whole text is prefilled at once."""
+    the text comes at once, after the prompt."""
     want = golden(name)
     prompt, seed = want["prompt.ids"], int(want["metadata"]["sample_seed"])
     options = {"dtype": dtype, "kv_cache_dtype": want["metadata"]["kv_cache_dtype"]}
@@ -101,5 +103,6 @@ def test_free_run(name, dtype, kind, device):
     if dtype == "float32":
         assert (free == want[f"{kind}.ids"]).all()
     known = np.concatenate([prompt, free[:-1]])
-    run = Run(variant(name), known, device, dtype, fp8=is_fp8(want))
-    assert (draws(run.logits, len(prompt), kind, seed) == free).all()
+    first = len(prompt) - 1
+    run = Run(variant(name), known, device, dtype, fp8=is_fp8(want), prefilled=first)
+    assert (draws(run.logits, first, kind, seed) == free).all()

@@ -135,7 +135,9 @@ def test_taps_of_plain_decoding(device):
         return prompt + engine.generate(prompt, params).token_ids, config.made[0]
 
     text, decoded = run([5, 9, 2, 77, 31] * 4, 20)
-    assert [len(taps) for _, taps in decoded.chunks] == [1] and len(decoded.rounds) == 20
+    assert [len(taps) for _, taps in decoded.chunks] == [1]
+    # One more may be on its way when the host reads of the last one.
+    assert sum(active for _, _, _, [active] in decoded.rounds) == 20
     assert {tuple(taps.shape[:2]) for _, taps, _, _ in decoded.rounds} == {(1, 1)}
     _, prefilled = run(text, 1)
     assert torch.equal(decoded.rows(0), prefilled.rows(0)[:-1])
