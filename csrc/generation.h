@@ -1,4 +1,5 @@
-// A generation on the device: a captured round again and again, until its last kernel says no more.
+// Graphs made of captured ones. A generation on the device: a captured round again and again, until
+// its last kernel says no more. A choice: of several captured rounds the one that the device picks.
 #pragma once
 
 #include "kdtree.h"
@@ -24,13 +25,24 @@ struct GenerationParams {
   int B, words, slots;
 };
 
+// After what comes before, the round number *choice: record[0] = that, then what it left.
+struct ChoiceParams {
+  const int32_t* choice;  // below `count`, else no round is run
+  int64_t* record;        // [1 + the most words of a round]
+  int count;
+};
+
 namespace cuda {
 
-// round: a captured graph (CUgraph), which is copied. Returns what the others take. Throws
+// Captured graphs (cudaGraph_t), which are copied, come and made ones go as integers. All throw
 // std::runtime_error where the driver takes no such graph.
 int64_t generation_build(GenerationParams p, uint64_t round);
-void generation_launch(int64_t generation, Stream stream);
-void generation_free(int64_t generation);
+int64_t choice_build(ChoiceParams p, uint64_t before);
+void choice_add(int64_t made, int number, uint64_t round, const int64_t* packed, int64_t words,
+                int64_t* record);
+void choice_end(int64_t made);  // when every number has its round
+void graph_launch(int64_t made, Stream stream);
+void graph_free(int64_t made);
 
 }  // namespace cuda
 

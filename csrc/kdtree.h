@@ -190,6 +190,32 @@ struct TreeBuildParams {
   bool edges, chain_seed;
 };
 
+inline constexpr int kKinds = 3;  // of nodes: on the spine, beside it, below what is beside it
+
+// What a tree's first nodes are expected to emit, and which of some sizes brings the most a second.
+// A node that is its parent's first child is its best; the spine is what best children alone lead
+// to. A node comes true after its parent with min(exp(claim) * factor[depth - 1, kind], 1), claim =
+// min(score - the parent's score, 0); expected[n] = the sum over sequences and nodes 0 .. n of the
+// products of those over a node and its ancestors, 1 at a root; padding counts nothing.
+// choice = the first of the sizes for which expected[size - 1] / seconds is the most.
+struct TreeChooseParams {
+  const int32_t* parent;  // [B, N], -1 at the root, -2 at padding, else below the node
+  const int32_t* depth;   // [B, N], at most kMaxDepth
+  const float* score;     // [B, N], 0 at the root
+  const float* factor;    // [kMaxDepth, kKinds]
+  const int32_t* sizes;   // [S], each 1 .. N
+  const float* seconds;   // [S], above 0; +inf for a size that is not to be chosen
+  int32_t* choice;        // [1], below S
+  float* expected;        // [N]
+  int B, N, S;
+};
+
+// times[slot] = nanoseconds, of the device's own clock or the CPU's, when all before it is done
+struct ClockParams {
+  int64_t* times;
+  int slot;
+};
+
 // Draws the token that follows each row: the contract's filters, then argmax of fl(logit /
 // temperature) + gumbel(seed, id, position + 1); at temperature 0 argmax of the logits.
 // logprob = raw[token] - logsumexp(raw row). A row of either with a NaN, a +inf or nothing but -inf

@@ -32,6 +32,8 @@ void top_logprobs(const TopLogprobsParams&, Stream);
 void tree_build(const TreeBuildParams&, Stream);
 void sample(const SampleParams&, Stream);
 void tree_accept(const TreeAcceptParams&, Stream);
+void tree_choose(const TreeChooseParams&, Stream);
+void clock(const ClockParams&, Stream);
 }  // namespace cpu
 
 namespace cuda {
@@ -59,6 +61,8 @@ void top_logprobs(const TopLogprobsParams&, Stream);
 void tree_build(const TreeBuildParams&, Stream);
 void sample(const SampleParams&, Stream);
 void tree_accept(const TreeAcceptParams&, Stream);
+void tree_choose(const TreeChooseParams&, Stream);
+void clock(const ClockParams&, Stream);
 }  // namespace cuda
 
 }  // namespace kdtree

@@ -75,10 +75,17 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
   m.def(
       "tree_accept(Tensor token, Tensor parent, Tensor target, Tensor finite)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "tree_choose(Tensor parent, Tensor depth, Tensor score, Tensor factor, Tensor sizes,"
+      " Tensor seconds) -> (Tensor, Tensor)");
 
+  m.def("clock(Tensor(a!) times, int slot) -> ()");
+  m.def("choice_build(int graph, Tensor choice, Tensor(a!) record, int count) -> int");
+  m.def("choice_add(int made, int number, int graph, Tensor packed, Tensor(a!) record) -> ()");
+  m.def("choice_end(Tensor record, int made) -> ()");
   m.def(
       "generation_build(int graph, Tensor packed, Tensor(a!) active, Tensor(b!) ring,"
       " Tensor(c!) control) -> int");
-  m.def("generation_launch(Tensor(a!) active, int generation) -> ()");
-  m.def("generation_free(Tensor active, int generation) -> ()");
+  m.def("graph_launch(Tensor on, int made) -> ()");
+  m.def("graph_free(Tensor on, int made) -> ()");
 }

@@ -1,4 +1,4 @@
-// Generations: see generation.h. They are objects behind an integer, and there are none on a CPU.
+// Generations and choices: see generation.h. They are objects behind an integer, and there are none on a CPU.
 #include "generation.h"
 
 #include "ops.h"
@@ -41,15 +41,49 @@ int64_t generation_build(int64_t graph, const Tensor packed, const Tensor active
       static_cast<uint64_t>(graph));
 }
 
-void generation_launch(const Tensor active, int64_t generation) {
-  const torch::stable::accelerator::DeviceGuard guard(active.get_device_index());
-  void* stream = nullptr;
-  require(aoti_torch_get_current_cuda_stream(active.get_device_index(), &stream) == 0,
-          "no current CUDA stream");
-  cuda::generation_launch(generation, static_cast<Stream>(stream));
+// graph: what comes before the choice, as an integer
+int64_t choice_build(int64_t graph, const Tensor choice, const Tensor record, int64_t count) {
+  check("choice", choice, {1}, ScalarType::Int, choice);
+  check_dim("record", record, 1);
+  check("record", record, {record.size(0)}, ScalarType::Long, choice);
+  require(count >= 1 && count <= kMaxNodes, "count is ", count, ", wants 1 to ", kMaxNodes);
+  const torch::stable::accelerator::DeviceGuard guard(record.get_device_index());
+  return cuda::choice_build(
+      {
+          .choice = data<int32_t>(choice),
+          .record = mutable_data<int64_t>(record),
+          .count = static_cast<int>(count),
+      },
+      static_cast<uint64_t>(graph));
 }
 
-void generation_free(const Tensor active, int64_t generation) { cuda::generation_free(generation); }
+void choice_add(int64_t made, int64_t number, int64_t graph, const Tensor packed,
+                const Tensor record) {
+  check_dim("record", record, 1);
+  check("record", record, {record.size(0)}, ScalarType::Long, packed);
+  check_dim("packed", packed, 2);
+  check("packed", packed, {packed.size(0), packed.size(1)}, ScalarType::Long, record);
+  require(packed.numel() < record.size(0), "packed has ", packed.numel(), " words, record room for ",
+          record.size(0) - 1);
+  const torch::stable::accelerator::DeviceGuard guard(record.get_device_index());
+  cuda::choice_add(made, static_cast<int>(number), static_cast<uint64_t>(graph),
+                   data<int64_t>(packed), packed.numel(), mutable_data<int64_t>(record));
+}
+
+void choice_end(const Tensor record, int64_t made) {
+  const torch::stable::accelerator::DeviceGuard guard(record.get_device_index());
+  cuda::choice_end(made);
+}
+
+void graph_launch(const Tensor on, int64_t made) {
+  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
+  void* stream = nullptr;
+  require(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
+          "no current CUDA stream");
+  cuda::graph_launch(made, static_cast<Stream>(stream));
+}
+
+void graph_free(const Tensor on, int64_t made) { cuda::graph_free(made); }
 
 #endif
 
@@ -58,8 +92,11 @@ void generation_free(const Tensor active, int64_t generation) { cuda::generation
 #ifdef KDTREE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
   m.impl("generation_build", TORCH_BOX(&generation_build));
-  m.impl("generation_launch", TORCH_BOX(&generation_launch));
-  m.impl("generation_free", TORCH_BOX(&generation_free));
+  m.impl("choice_build", TORCH_BOX(&choice_build));
+  m.impl("choice_add", TORCH_BOX(&choice_add));
+  m.impl("choice_end", TORCH_BOX(&choice_end));
+  m.impl("graph_launch", TORCH_BOX(&graph_launch));
+  m.impl("graph_free", TORCH_BOX(&graph_free));
 }
 #endif
 

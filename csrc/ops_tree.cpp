@@ -191,6 +191,48 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tree_accept(const Tensor token, const
   return {path, length, tokens, failed};
 }
 
+template <auto Launch>
+std::tuple<Tensor, Tensor> tree_choose(const Tensor parent, const Tensor depth, const Tensor score,
+                                       const Tensor factor, const Tensor sizes,
+                                       const Tensor seconds) {
+  check_dim("parent", parent, 2);
+  const int64_t B = parent.size(0), N = parent.size(1);
+  require(N >= 1 && N <= kMaxNodes, "parent has ", N, " nodes, wants 1 to ", kMaxNodes);
+  check("parent", parent, {B, N}, ScalarType::Int, parent);
+  check("depth", depth, {B, N}, ScalarType::Int, parent);
+  check("score", score, {B, N}, ScalarType::Float, parent);
+  check("factor", factor, {kMaxDepth, kKinds}, ScalarType::Float, parent);
+  check_dim("sizes", sizes, 1);
+  const int64_t S = sizes.size(0);
+  require(S >= 1 && S <= kMaxNodes, "sizes has ", S, " of them, wants 1 to ", kMaxNodes);
+  check("sizes", sizes, {S}, ScalarType::Int, parent);
+  check("seconds", seconds, {S}, ScalarType::Float, parent);
+  auto choice = empty(parent, {1}, ScalarType::Int);
+  auto expected = empty(parent, {N}, ScalarType::Float);
+  run_on<Launch>(parent, TreeChooseParams{
+                             .parent = data<int32_t>(parent),
+                             .depth = data<int32_t>(depth),
+                             .score = data<float>(score),
+                             .factor = data<float>(factor),
+                             .sizes = data<int32_t>(sizes),
+                             .seconds = data<float>(seconds),
+                             .choice = mutable_data<int32_t>(choice),
+                             .expected = mutable_data<float>(expected),
+                             .B = extent("parent", B),
+                             .N = static_cast<int>(N),
+                             .S = static_cast<int>(S),
+                         });
+  return {choice, expected};
+}
+
+template <auto Launch>
+void clock(const Tensor times, int64_t slot) {
+  check_dim("times", times, 1);
+  check("times", times, {times.size(0)}, ScalarType::Long, times);
+  require(slot >= 0 && slot < times.size(0), "slot is ", slot, ", wants 0 to ", times.size(0) - 1);
+  run_on<Launch>(times, ClockParams{mutable_data<int64_t>(times), static_cast<int>(slot)});
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
@@ -199,6 +241,8 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CPU, m) {
   m.impl("tree_build", TORCH_BOX(&tree_build<cpu::tree_build>));
   m.impl("sample", TORCH_BOX(&sample<cpu::sample>));
   m.impl("tree_accept", TORCH_BOX(&tree_accept<cpu::tree_accept>));
+  m.impl("tree_choose", TORCH_BOX(&tree_choose<cpu::tree_choose>));
+  m.impl("clock", TORCH_BOX(&clock<cpu::clock>));
 }
 
 #ifdef KDTREE_CUDA
@@ -208,6 +252,8 @@ STABLE_TORCH_LIBRARY_IMPL(kdtree, CUDA, m) {
   m.impl("tree_build", TORCH_BOX(&tree_build<cuda::tree_build>));
   m.impl("sample", TORCH_BOX(&sample<cuda::sample>));
   m.impl("tree_accept", TORCH_BOX(&tree_accept<cuda::tree_accept>));
+  m.impl("tree_choose", TORCH_BOX(&tree_choose<cuda::tree_choose>));
+  m.impl("clock", TORCH_BOX(&clock<cuda::clock>));
 }
 #endif
 

@@ -6,54 +6,49 @@ a second are the most. Where plain decoding is the faster, whole rounds go witho
 drafter hears of what they committed when it is asked again. No output depends on any of this.
 """
 
-import time
 from collections import Counter
 from collections.abc import Hashable
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kdtree.calibration import Nodes
+from kdtree import ops
+from kdtree.calibration import CELLS, KINDS, Nodes
 from kdtree.costs import Costs
-from kdtree.drafters import Drafter
-from kdtree.graphs import Graphs
+from kdtree.drafters import Drafted, Drafter, Sizes
 from kdtree.models import Deepseek
 from kdtree.policy import Policy
-from kdtree.record import to_host
+from kdtree.record import Landed, floats, to_host
 from kdtree.state import State
 from kdtree.tree import MAX_DEPTH, Path, TokenTree
 
 HELD = 128  # rounds' paths that are held back
+SLOTS = 4  # rounds that may be on their way to the device
 
 
 class AutoBudget:
     """A drafter whose trees are another's, cut to what pays.
 
-    costs: of rounds, by the sizes to choose among; graphs: for drafts, which come before the choice
-    timed: mend the costs by what rounds take
+    costs: of rounds, by the sizes to choose among; timed: mend the costs by what rounds take
     chosen: how many rounds took each N; drafts: how many had a draft
-    The choice is made on the host, from small reads: two a round with a draft, else one.
+    Whether a round has a draft is chosen on the host, by the rounds that it has heard of; how much
+    of it is verified, where the draft is.
     """
 
     replans = True
 
-    def __init__(
-        self, drafter: Drafter, costs: Costs, graphs: Graphs | None = None, *, timed: bool = False
-    ):
+    def __init__(self, drafter: Drafter, costs: Costs, *, timed: bool = False):
         self.drafter, self.costs = drafter, costs
-        self.graphs = graphs or Graphs(torch.device("cpu"))
         self.taps, self.nodes = drafter.taps, drafter.nodes
         self.policy = Policy(costs, drafter.nodes, timed)
         self.chosen: Counter[int] = Counter()
         self.drafts = 0
-        self._drafted: bool | None = None  # whether this text's last round had a draft
-        self._counts = False  # whether its time does
-        self._size, self._began = 1, 0.0  # N of the last round, and when it began
-        self._tree: TokenTree | None = None  # what was drafted
-        self._walked: Tensor | None = None  # [2, B, 16], nodes of the last path, then log-probs
-        self._unread = False  # whether that is news
+        self._drafts = False  # whether the round to come has a draft
+        self._told: Told | None = None  # of the device, what the policy tells
+        self._drafted: Drafted | None = None
+        self._size: int | None = None  # of the tree to propose; None: still to be drafted
+        self._tree: TokenTree | None = None  # that is proposed
+        self._last: bool | None = None  # whether this text's last round had a draft
         self._held = Held()  # what the drafter has not heard of
 
     def bind(self, model: Deepseek) -> None:
@@ -64,85 +59,100 @@ class AutoBudget:
             self._held.clear()  # nobody will ask
         self._tell()
         self.drafter.start(b, request, prompt)
-        self._learn()
         self.policy.start()
-        self._drafted, self._counts = None, False  # what the last one takes is not its own any more
+        self._last = None
 
     def prefill(self, b: int, taps: Tensor | None) -> None:
         self.drafter.prefill(b, taps)
 
     def plan(self, state: State) -> Hashable | None:
-        self._learn()  # here the host waits for the last round
-        self._time()
-        drafts, size, own = self.policy.drafts(), 1, self.drafter.plan(state)
-        if drafts:
-            nodes = Nodes.read(self._draft(state))  # and here for the draft
-            drafts = any(row[0] == -1 for row in nodes.parent)  # else all have ended: no lesson
-            size = self.policy.choose(nodes) if drafts else 1
-        elif self._held.rounds == HELD:
+        own, self._drafts = self.drafter.plan(state), self.policy.drafts()
+        self._size = None
+        if self._drafts:
             self._tell()
-        self._counts = drafts == self._drafted  # the first of a kind finds its weights elsewhere
-        self._counts &= self.graphs.steady
-        self._drafted, self._size, self._unread = drafts, size, True
-        self._held.rounds += not drafts
-        self.drafts += drafts
-        self.chosen[size] += 1
-        return None if own is None else (drafts, size)
+            if self._told is None:
+                self._told = Told(self.policy.sizes, state.length.device)
+            self._told.send(torch.from_numpy(self.policy.told()))
+        else:
+            if self._held.rounds == HELD:
+                self._tell()
+            self._held.rounds += 1
+        if own is None:
+            return None
+        return Sizes(self.policy.sizes, own) if self._drafts else ("plain", own)
+
+    def draft(self, state: State) -> Drafted:
+        tree, told = self.drafter.propose(state), self._told
+        choice, expected = ops.tree_choose(
+            tree.parent, tree.depth, tree.score, told.factor, told.sizes, told.seconds
+        )
+        return Drafted(tree, choice, expected)
+
+    def take(self, drafted: Drafted, size: int) -> None:
+        self._drafted, self._size = drafted, size
 
     def propose(self, state: State) -> TokenTree:
-        if not self._drafted:
+        if not self._drafts:
             return TokenTree.root(state.root()).masked(state.active)
-        return self._tree.first(self._size)
+        if self._size is None:
+            drafted = self.draft(state)
+            self.take(drafted, self.policy.sizes[int(to_host(drafted.choice))])
+        self._tree = self._drafted.tree.first(self._size)
+        return self._tree
 
-    def commit(self, path: Path, taps: Tensor | None) -> None:
-        walked = torch.stack([path.node, path.logprob.view(torch.int32)])
-        walked = F.pad(walked, (0, MAX_DEPTH + 1 - walked.shape[2]), value=-1)
-        self._walked = kept(self._walked, walked)
-        if self._drafted:
-            self.drafter.commit(path, taps)
-        else:
+    def commit(self, path: Path, taps: Tensor | None) -> Tensor:
+        walked = [path.node, path.logprob.view(torch.int32)]
+        if not self._drafts:
             self._held.add(path, taps)
+            return torch.cat(walked, 1)
+        self.drafter.commit(path, taps)
+        tree, expected = self._tree, self._drafted.expected
+        brought = torch.stack([expected[self._size - 1], expected[0]]).view(torch.int32)
+        drawn = [tree.parent, tree.depth, tree.score.view(torch.int32)]
+        return torch.cat([*walked, *drawn, brought.expand(len(path.length), 2)], 1)
 
-    def _draft(self, state: State) -> Tensor:
-        """Nodes.packed of the largest tree that may pay, which stays in place for `propose`."""
-        self._tell()
-        self.drafter.nodes = self.policy.largest
-        plan = self.drafter.plan(state)
-        if plan is None:
-            return self._drawn(state)
-        return self.graphs(("draft", plan), partial(self._drawn, state))
-
-    def _drawn(self, state: State) -> Tensor:
-        tree = self.drafter.propose(state)
-        if self._tree is None:  # the first one is of as many nodes as ever
-            self._tree = TokenTree(*map(torch.clone, tree.tensors))
-        for mine, its in zip(self._tree.tensors, tree.tensors, strict=True):
-            mine[:, : its.shape[1]].copy_(its)
-        return Nodes.packed(tree)
-
-    def _time(self) -> None:
-        """A round begins, and the one before has ended."""
-        now = time.perf_counter()
-        if self.policy.pace and self._counts and self.graphs.steady:
-            self.policy.pace.see(now - self._began, self._size, self._drafted)
-        self._began = now
-
-    def _learn(self) -> None:
-        """What became of the last round."""
-        if not self._unread or self._walked is None:
-            return
-        path, logprob = to_host(self._walked)
-        path, logprob = path.tolist(), logprob.view(torch.float32).tolist()
-        if self._drafted:
-            self.policy.learn(path)
+    def learn(self, landed: Landed, steady: bool) -> None:
+        N = landed.nodes
+        J, told = min(N, MAX_DEPTH + 1), landed.told
+        path, logprob = told[:, :J].tolist(), floats(told[:, J : 2 * J]).tolist()
+        if all(row[0] < 0 for row in path):
+            return  # all had ended, or failed
+        drafted = told.shape[1] > 2 * J
+        if drafted:
+            parent, depth, score, brought = told[:, 2 * J :].split((N, N, N, 2), 1)
+            nodes = Nodes.of(parent, depth, floats(score))
+            self.policy.learn(nodes, path, N, *floats(brought[0]).tolist())
         self.policy.see(logprob, path)
-        self._unread = False
+        # The first round of a kind finds its weights elsewhere.
+        if self.policy.pace and steady and drafted == self._last:
+            self.policy.pace.see(sum(landed.phases.values()), N, drafted)
+        self._last = drafted
+        self.chosen[N] += 1
+        self.drafts += drafted
 
     def _tell(self) -> None:
         """The drafter commits what was held back, as one path."""
         if self._held.rounds and self._held.sequences:
             self.drafter.commit(*self._held.joined())
         self._held.clear()
+
+
+class Told:
+    """What the policy tells the device, by way of a ring of the host's memory.
+
+    sizes: [S] int32; factor: [15, 3] and seconds: [S] float32, as ops.tree_choose takes them
+    """
+
+    def __init__(self, sizes: tuple[int, ...], device: torch.device):
+        self.sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
+        self._all = torch.zeros(CELLS + len(sizes), device=device)
+        self.factor, self.seconds = self._all[:CELLS].view(-1, KINDS), self._all[CELLS:]
+        self._ring = torch.zeros(SLOTS, len(self._all), pin_memory=device.type == "cuda")
+        self._next = 0
+
+    def send(self, values: Tensor) -> None:
+        self._next = (self._next + 1) % SLOTS
+        self._all.copy_(self._ring[self._next].copy_(values), non_blocking=True)
 
 
 class Held:
@@ -196,8 +206,3 @@ class Held:
         self.token, self.logprob = room(path.token, HELD), room(path.logprob, HELD)
         self.length, self.failed = room(path.length, HELD), room(path.failed)
         self.taps = None if taps is None else room(taps, HELD, taps.shape[2])
-
-
-def kept(place: Tensor | None, value: Tensor) -> Tensor:
-    """The value, in the place of the last one, where a graph writes; the first makes the place."""
-    return value.clone() if place is None else place.copy_(value)

@@ -1,17 +1,15 @@
 """What a draft tree's nodes are worth: how often drafts come true, beside how often they claim to.
 
-All of it on the host, from one read a tree, and in plain loops: trees are too small for arrays.
+All of it on the host, after the round, and in plain loops: trees are too small for arrays.
 """
 
 from dataclasses import dataclass
 from math import exp
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from kdtree.record import to_host
-from kdtree.tree import MAX_DEPTH, TokenTree
+from kdtree.tree import MAX_DEPTH
 
 PRIOR = 1.0  # drafts as good as claimed that are counted before any is seen
 POOLED = 3.0  # drafts of a depth that count as much as those of all depths
@@ -34,21 +32,12 @@ class Nodes:
     cell: list[list[int]]
 
     @staticmethod
-    def packed(tree: TokenTree) -> Tensor:
-        """What `read` wants of a tree, in one tensor: [B, 3 N] int32."""
-        return torch.cat([tree.parent, tree.depth, tree.score.view(torch.int32)], 1)
-
-    @staticmethod
-    def read(packed: Tensor) -> "Nodes":
-        """Here the host waits."""
-        parent, depth, score = to_host(packed).chunk(3, 1)
-        parents, scores = parent.tolist(), score.view(torch.float32).tolist()
-        read = [_of(*each) for each in zip(parents, depth.tolist(), scores, strict=True)]
+    def of(parent: Tensor, depth: Tensor, score: Tensor) -> "Nodes":
+        """On the host, [B, N] each."""
+        rows = parent.tolist()
+        read = [_of(*each) for each in zip(rows, depth.tolist(), score.tolist(), strict=True)]
         claims, cells = zip(*read, strict=True)
-        return Nodes(parents, list(claims), list(cells))
-
-    def first(self, size: int) -> "Nodes":
-        return Nodes(*([row[:size] for row in x] for x in (self.parent, self.claim, self.cell)))
+        return Nodes(rows, list(claims), list(cells))
 
 
 def _of(parent: list[int], depth: list[int], score: list[float]) -> tuple[list[float], list[int]]:
@@ -69,22 +58,6 @@ class Calibration:
     def __init__(self):
         self.count = np.zeros((2, CELLS))
 
-    def expected(self, nodes: Nodes) -> list[float]:
-        """Tokens that a round with a tree of the first n nodes is expected to emit, of all
-        sequences together: [N], that of n = 1 first."""
-        factor = self._factor().tolist()
-        total = [0.0] * len(nodes.parent[0])
-        for parent, claim, cell in zip(nodes.parent, nodes.claim, nodes.cell, strict=True):
-            chance, tokens = [], 0.0
-            for n, above in enumerate(parent):
-                if above >= 0:
-                    chance.append(chance[above] * min(exp(claim[n]) * factor[cell[n]], 1.0))
-                else:
-                    chance.append(1.0 if above == -1 else 0.0)
-                tokens += chance[n]
-                total[n] += tokens
-        return total
-
     def observe(self, nodes: Nodes, path: list[list[int]]) -> None:
         """Counts what became of a tree's nodes. path: [B][J], the nodes walked, then -1"""
         seen = np.zeros((2, CELLS))
@@ -97,9 +70,9 @@ class Calibration:
         self.count *= 1 - FORGET - FADE * seen[0].clip(max=1)
         self.count += seen
 
-    def _factor(self) -> np.ndarray:
-        """Accepted over claimed, by cell. What a kind has shown at all depths is what is expected
-        where a depth has shown little: [15 * 3]."""
+    def factor(self) -> np.ndarray:
+        """Accepted over claimed: [15, 3], as ops.tree_choose takes it. What a kind has shown at all
+        depths is what is expected where a depth has shown little."""
         claimed, accepted = self.count.reshape(2, MAX_DEPTH, KINDS)
         kind = (accepted.sum(0) + PRIOR) / (claimed.sum(0) + PRIOR)
-        return ((accepted + POOLED * kind) / (claimed + POOLED)).ravel()
+        return (accepted + POOLED * kind) / (claimed + POOLED)

@@ -4,7 +4,7 @@ Autoregressive decoding is a draft tree with one node; a prompt is a chain whose
 A round makes every decision on the device; the host reads one record of it.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +25,7 @@ from kdtree.measure import automatic
 from kdtree.models import load_model
 from kdtree.options import Prompt
 from kdtree.outputs import Chunk, Result
-from kdtree.phases import Phases, Spent
+from kdtree.phases import Phases
 from kdtree.record import Asked, Round
 from kdtree.request import Request
 from kdtree.sampling import SamplingParams
@@ -109,7 +109,7 @@ class Engine:
         graphs = Graphs(self.device, flag("cuda_graphs", cuda_graphs))
         self._launches = Launches(self.device, graphs)
         if setup.budget is None:
-            own = self.model, self.cache, self.state, graphs
+            own = self.model, self.cache, self.state, graphs.on
             self.drafter = automatic(self.drafter, budget, *own)
         self._free = Lock()  # held by the one generation at a time
         self._ended: torch.cuda.Event | None = None  # the last one's rounds
@@ -198,9 +198,9 @@ class Engine:
             for _, chunk in run:
                 yield chunk
 
-    def _round(self, asked: Asked, timed: bool) -> Round:
-        """Commits at least one token per active sequence."""
-        phases = Phases(self.device, timed)
+    def _round(self, asked: Asked, phases: Phases | None) -> Round:
+        """Commits at least one token per active sequence. phases: where the round began already"""
+        phases = phases or Phases(self.device).begin()
         with phases.phase("draft"):
             tree = self.drafter.propose(self.state)
         with phases.phase("forward"):
@@ -211,17 +211,17 @@ class Engine:
             path = verify(tree, step, logits, self.state.sampling, asked.masking)
         with phases.phase("commit"):
             self.cache.commit(path)
-            self.drafter.commit(path, taps)
+            told = self.drafter.commit(path, taps)
             record = self.state.commit(path)
         best = path.best(logits, asked.best) if asked.best else None
-        return Round.of(tree, path, record, best, asked.traced, phases)
+        return Round.of(tree, path, record, best, asked.traced, phases.times, told)
 
     @torch.inference_mode(False)  # as above: some of what rounds leave is written in later calls
     @torch.no_grad()
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Chunk]]:
         """Runs requests to their ends, max_batch at a time; each that ends makes room for one."""
         waiting, running = deque(requests), [None] * self.max_batch
-        asked, spent = Asked.by(requests), Spent()
+        asked, spent = Asked.by(requests), Counter()
         if not self._free.acquire(blocking=False):
             raise ValueError("the engine is generating: exhaust or close its stream first")
         try:
@@ -238,7 +238,7 @@ class Engine:
                             chunk = request.accept(emitted[b])
                             if request.finished:
                                 self._halt(b)
-                                request.completion.metrics.phases = spent.read()
+                                request.completion.metrics.phases = dict(spent)
                                 running[b] = None
                             yield request, chunk
                             if request.completion.finish_reason == "error":

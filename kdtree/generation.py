@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kdtree import ops
-from kdtree.record import Round
-from kdtree.request import Emitted
+from kdtree.record import Landed, Round
 
 SLOTS = 64  # rounds that the host may be behind
 ROUNDS, READ, LEAST, ENDED = range(4)  # words of `control`, see csrc/generation.h
@@ -35,24 +34,24 @@ class Generation:
         weakref.finalize(self, _free, self._made, keeps).atexit = False
         self._done = torch.cuda.Event()
 
-    def run(self, least: int) -> Iterator[list[Emitted]]:
-        """What rounds emit, one after another, while at least so many sequences run.
+    def run(self, least: int) -> Iterator[Landed]:
+        """Rounds, one after another, while at least so many sequences run.
 
         The device goes on meanwhile, up to SLOTS rounds. To end early: `end`, and read on.
         """
         words, shape, read = self._words, self._round.packed.shape, 0
         words[:] = 0
         words[LEAST] = least
-        ops.generation_launch(self._active, self._made)
+        ops.graph_launch(self._active, self._made)
         self._done.record(torch.cuda.current_stream(self._active.device))
         try:
             while True:
                 over = self._done.query()  # before the count, which is then the last
                 if read < words[ROUNDS]:
-                    emitted = self._round.emitted(self._ring[read % SLOTS].view(shape))
+                    landed = self._round.read(self._ring[read % SLOTS].view(shape))
                     read += 1
                     words[READ] = read
-                    yield emitted
+                    yield landed
                 elif over:
                     return
                 else:
@@ -68,4 +67,4 @@ class Generation:
 
 def _free(made: int, keeps: tuple) -> None:
     torch.cuda.synchronize(keeps[0].device)
-    ops.generation_free(keeps[0], made)
+    ops.graph_free(keeps[0], made)

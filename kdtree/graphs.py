@@ -3,16 +3,18 @@
 import gc
 import warnings
 from collections.abc import Callable, Hashable
+from functools import partial
 from threading import Lock
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kdtree.choice import Choice, Chooses
 from kdtree.generation import Generation
 from kdtree.record import Round
 
-T = TypeVar("T")
+T, C = TypeVar("T"), TypeVar("C", bound=Chooses)
 _CAPTURING = Lock()  # one at a time in a process: the collector of garbage is everybody's
 
 
@@ -34,6 +36,7 @@ class Graphs:
         self._device, self._pool = device, None
         self._made: dict[Hashable, tuple[torch.cuda.CUDAGraph, object] | None] = {}
         self._together: dict[Hashable, Generation] | None = {}  # None where there can be none
+        self._chosen: dict[Hashable, Choice | None] | None = {}  # as that
 
     def __call__(self, key: Hashable, work: Callable[[], T]) -> T:
         """What work() returns. Works of equal keys launch the same kernels on the same tensors."""
@@ -47,7 +50,7 @@ class Graphs:
             try:
                 self._made[key] = self._capture(work, torch.cuda.CUDAGraph())
             except RuntimeError as error:
-                self.on, self.steady, self._together = False, True, None
+                self.on, self.steady, self._together, self._chosen = False, True, None, None
                 self._made.clear()
                 warnings.warn(f"decoding goes on without CUDA graphs: {error}", stacklevel=2)
                 return work()
@@ -59,9 +62,9 @@ class Graphs:
     def generation(
         self, key: Hashable, work: Callable[[], Round], active: Tensor
     ) -> Generation | None:
-        """Rounds of this key by one launch, once its graph is made; None before, and where there
-        can be none. work: a round without events; active: see Generation"""
-        if self._together is None or not self.on or not self._made.get(key):
+        """Rounds of this key by one launch, once one was run; None before, and where there can be
+        none. active: see Generation"""
+        if self._together is None or not self.on or key not in self._made:
             return None
         if key not in self._together:
             try:
@@ -72,6 +75,32 @@ class Graphs:
                 warnings.warn(f"each round is launched by the host: {error}", stacklevel=2)
                 return None
         return self._together[key]
+
+    def choice(
+        self, key: Hashable, first: Callable[[], C], rest: list[Callable[[C], Round]]
+    ) -> Choice | None:
+        """What first() and then one of the rest launch, by first().choice. None the first time of a
+        key, when they are to be run as they are, and where there can be none.
+        rest: rounds, which take what `first` returned"""
+        if self._chosen is None or not self.on:
+            return None
+        if key not in self._chosen:
+            self._chosen[key] = None
+            return None
+        if self._chosen[key] is None:
+            try:
+                made = self._capture(first, torch.cuda.CUDAGraph(keep_graph=True))
+                rounds = [
+                    self._capture(partial(each, made[1]), torch.cuda.CUDAGraph(keep_graph=True))
+                    for each in rest
+                ]
+                self._chosen[key] = Choice(made, rounds)
+            except RuntimeError as error:
+                self._chosen = None
+                warnings.warn(f"the host chooses each round's nodes: {error}", stacklevel=2)
+                return None
+        self.steady = True
+        return self._chosen[key]
 
     def _capture(
         self, work: Callable[[], T], graph: torch.cuda.CUDAGraph

@@ -1,20 +1,20 @@
 """How rounds come to the device, and what they emit back to the host, in order."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from kdtree.drafters import Drafter
+from kdtree.drafters import Drafted, Drafter, Replanner, Sizes
 from kdtree.generation import Generation
 from kdtree.graphs import Graphs
-from kdtree.phases import Spent, mark
-from kdtree.record import Asked, Records, Round, Sent
+from kdtree.phases import Phases
+from kdtree.record import Asked, Packed, Records, Round, Sent, to_host
 from kdtree.request import Emitted, Request
 from kdtree.state import State
 
-TIMED = 16  # rounds of which one has its phases timed, where graphs replay them
+Work = Callable[[Asked, Phases | None], Round]
 
 
 class Launches:
@@ -24,39 +24,35 @@ class Launches:
     def __init__(self, device: torch.device, graphs: Graphs):
         self._device, self._graphs, self._records = device, graphs, Records(device)
         self._together: Generation | None = None  # that is running
+        self._phases = Phases(device)  # of rounds that the device chooses, which begin before that
 
     def rounds(
         self,
         drafter: Drafter,
         state: State,
         asked: Asked,
-        work: Callable[[Asked, bool], Round],
+        work: Work,
         running: list[Request | None],
         waiting: deque[Request],
-        spent: Spent,
+        spent: Counter[str],
     ) -> Iterator[list[Emitted]]:
         """What rounds emit, by sequence, until all have ended, or one whose place is waited for.
 
-        work: launches a round, timed or not; running: by sequence, who the reader of this takes out
-        when it ends; spent: hears of every round
+        work: launches a round; running: by sequence, who the reader of this takes out when it ends
+        spent: gets the seconds of every round, by phase
         """
-        flight, launched = deque(), 0
+        flight = deque()
         while _least(running, waiting):
             flight.append(self._launch(drafter, state, asked, work))
-            # The next one's replay would overwrite the times of one that is to be timed.
-            ahead = int(self._graphs.on and launched % TIMED > 0)
-            launched += 1
-            while len(flight) > ahead:
-                yield self._land(flight, spent)
-            if not flight and not drafter.replans and (least := _least(running, waiting)):
-                key, alone = _key(drafter, state, asked), partial(work, asked, False)
-                made = self._graphs.generation(key, alone, state.active)
-                for emitted in self._run(made, least) if made else ():
-                    launched = 0  # the next one is timed again
-                    spent.add(None)
-                    yield emitted
+            while len(flight) > self._graphs.on:  # one is ahead
+                yield self._land(drafter, spent, *flight.popleft())
+            if not drafter.replans and (made := self._generation(drafter, state, asked, work)):
+                while flight and any(running):
+                    yield self._land(drafter, spent, *flight.popleft())
+                if least := _least(running, waiting):
+                    yield from self._run(made, least, spent)
         while flight and any(running):
-            yield self._land(flight, spent)
+            yield self._land(drafter, spent, *flight.popleft())
 
     def end(self, b: int) -> None:
         """Sequence b has ended, as the host sees it."""
@@ -64,32 +60,62 @@ class Launches:
             self._together.end(b)
 
     def _launch(
-        self, drafter: Drafter, state: State, asked: Asked, work: Callable[[Asked, bool], Round]
-    ) -> Sent:
-        """A round on its way to the device: replayed, where its like was run before."""
-        began = mark(self._device) if drafter.replans else None  # the plan is part of the draft
-        timed = partial(work, asked, True)
-        key = _key(drafter, state, asked)
-        done = timed() if key is None else self._graphs(key, timed)
-        return self._records.send(done, began)
+        self, drafter: Drafter, state: State, asked: Asked, work: Work
+    ) -> tuple[Sent, bool]:
+        """A round on its way to the device, and whether others of its kind will take as long."""
+        plan = drafter.plan(state)
+        if isinstance(plan, Sizes):
+            done = self._chosen(drafter, state, asked, work, plan)
+        else:
+            alone = partial(work, asked, None)
+            done = alone() if plan is None else self._graphs(("round", plan, asked), alone)
+        return self._records.send(done), self._graphs.steady
 
-    def _land(self, flight: deque[Sent], spent: Spent) -> list[Emitted]:
-        sent = flight.popleft()
-        emitted = sent.read()
-        spent.add(None if flight else sent.phases())
-        return emitted
+    def _chosen(
+        self, drafter: Replanner, state: State, asked: Asked, work: Work, plan: Sizes
+    ) -> Packed:
+        """A round of a size that the device chooses; or the host, which waits for the draft."""
 
-    def _run(self, made: Generation, least: int) -> Iterator[list[Emitted]]:
+        def first() -> Drafted:
+            self._phases.begin()
+            return drafter.draft(state)
+
+        def rest(size: int, drafted: Drafted) -> Round:
+            drafter.take(drafted, size)
+            return work(asked, self._phases)
+
+        graphs, key = self._graphs, ("round", plan, asked)
+        if choice := graphs.choice(key, first, [partial(rest, size) for size in plan.sizes]):
+            return choice.launch()
+        drafted = graphs(("draft", plan), first)
+        steady, size = graphs.steady, plan.sizes[int(to_host(drafted.choice))]
+        done = graphs((*key, size), partial(rest, size, drafted))
+        graphs.steady &= steady
+        return done
+
+    def _generation(
+        self, drafter: Drafter, state: State, asked: Asked, work: Work
+    ) -> Generation | None:
+        key = ("round", drafter.plan(state), asked)
+        return self._graphs.generation(key, partial(work, asked, None), state.active)
+
+    def _land(
+        self, drafter: Drafter, spent: Counter[str], sent: Sent, steady: bool
+    ) -> list[Emitted]:
+        landed = sent.read()
+        spent.update(landed.phases)
+        if drafter.replans:
+            drafter.learn(landed, steady)
+        return landed.emitted
+
+    def _run(self, made: Generation, least: int, spent: Counter[str]) -> Iterator[list[Emitted]]:
         self._together = made
         try:
-            yield from made.run(least)
+            for landed in made.run(least):
+                spent.update(landed.phases)
+                yield landed.emitted
         finally:
             self._together = None
-
-
-def _key(drafter: Drafter, state: State, asked: Asked) -> tuple | None:
-    plan = drafter.plan(state)
-    return None if plan is None else ("round", plan, asked)
 
 
 def _least(running: list[Request | None], waiting: deque[Request]) -> int:

@@ -34,18 +34,14 @@ def automatic(
     model: nn.Module,
     cache: KvCache,
     state: State,
-    graphs: Graphs,
+    cuda_graphs: bool,
 ) -> Drafter:
-    """The drafter cut by Costs, or by what is measured; itself where it has nothing to cut.
-
-    graphs: the engine's, for what comes before a choice
-    """
+    """The drafter cut by Costs, or by what is measured; itself where it has nothing to cut."""
     if drafter.nodes == 1:
         return drafter
     if isinstance(budget, Costs):
-        return AutoBudget(drafter, budget, graphs)
-    costs = measure(model, cache, state, drafter, graphs.on)
-    return AutoBudget(drafter, costs, graphs, timed=True)
+        return AutoBudget(drafter, budget)
+    return AutoBudget(drafter, measure(model, cache, state, drafter, cuda_graphs), timed=True)
 
 
 def measure(
@@ -161,29 +157,24 @@ class _Rounds:
     def in_turns(self, size: int) -> tuple[float, float] | None:
         """Seconds of a plain round and of one with a draft, cut to this size; the text goes on.
         None where there is no room for them."""
-        nodes = self.drafter.nodes
-        always = AutoBudget(self.drafter, Costs({1: 1.0, size: 1e-9}), self.graphs)
         took = [], []
         for _ in range(TURNS):
-            for drafter, times in zip((None, always), took, strict=True):
-                each = [self.whole(drafter) for _ in range(IN_TURN) if self._left() > MAX_DEPTH]
+            for of, times in zip((None, size), took, strict=True):
+                each = [self.whole(of) for _ in range(IN_TURN) if self._left() > MAX_DEPTH]
                 times += filter(None, each[1:])
-        self.drafter.nodes = nodes
         return tuple(map(statistics.median, took)) if all(took) else None
 
-    def whole(self, drafter: AutoBudget | None) -> float | None:
-        """Seconds of a round as the engine has them, with a draft or None; None of the first ones,
-        which build something."""
-        began, steady = time.perf_counter(), True
-        key = (drafter or self.drafter).plan(self.state)
-        if drafter:
-            steady, propose = self.graphs.steady, lambda: drafter.propose(self.state)
-        else:
-            propose = self.root
-        key = None if key is None else ("whole", drafter is None, key)
-        self.run(key, propose, drafter or self.drafter)
-        took = time.perf_counter() - began
-        return took if steady and self.graphs.steady else None
+    def whole(self, size: int | None) -> float | None:
+        """Seconds of a round as the engine has them, with a draft cut to this size, or None without
+        one; None of the first ones, which build something."""
+        began = time.perf_counter()
+        key = self.drafter.plan(self.state)
+        self.run(
+            None if key is None else ("whole", size, key),
+            (lambda: self.drafter.propose(self.state).first(size)) if size else self.root,
+            self.drafter,
+        )
+        return time.perf_counter() - began if self.graphs.steady else None
 
     def _left(self) -> int:
         return self.room - int(self.state.length.max())

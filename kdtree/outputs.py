@@ -11,9 +11,8 @@ class Metrics:
     offered, accepted: for each depth from 1 on, rounds whose tree had a node so deep, and rounds
     in which one was accepted
     Seconds are of the wall clock from when the completion's turn came; where several run at once,
-    decode_s is without what the others' prompts took meanwhile, ttft_s with it. phases are of the
-    whole call up to its end; where CUDA graphs replay its rounds, as if all took what the first
-    one took, and one in 16 of those that the host launches.
+    decode_s is without what the others' prompts took meanwhile, ttft_s with it. phases are of all
+    the call's rounds up to its end, on the device's clock; what is between rounds is in none.
     """
 
     prompt_tokens: int = 0

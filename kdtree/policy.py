@@ -4,7 +4,7 @@ import statistics
 from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
-from math import exp, isnan
+from math import exp, inf, isnan
 
 import numpy as np
 
@@ -36,7 +36,8 @@ class Record:
 
 
 class Policy:
-    """The choice of a round's N: 1 without a draft, else by what the draft promises.
+    """The choice of a round's N: 1 without a draft, else by what the draft promises, which
+    ops.tree_choose weighs where the draft is.
 
     A draft gains the tokens of its round less those that plain decoding emits in the same time.
     While the mean gain of the latest drafts is positive, every round has one; else some are tried
@@ -50,22 +51,20 @@ class Policy:
 
     def __init__(self, costs: Costs, nodes: int, timed: bool):
         """nodes: N of the drafter's largest tree; timed: whether rounds are seen, by `pace`"""
-        self.sizes = [size for size in sorted(costs.rounds) if size <= nodes]
+        self.sizes = tuple(size for size in sorted(costs.rounds) if size <= nodes)
         if len(self.sizes) == 1:
             raise ValueError(
                 f"rounds has the sizes {sorted(costs.rounds)}, wants one from 2 to the {nodes}"
                 " nodes of the drafter's trees"
             )
         self.plain = costs.rounds[1]
-        self.seconds = [costs.draft + costs.rounds[size] for size in self.sizes]
+        self._seconds = [costs.draft + costs.rounds[size] for size in self.sizes]
         self.calibration = Calibration()
         self.pace = Pace(costs) if timed else None
         self._records = [Record() for _ in range(len(SURE) + 1)]  # by how sure the model is
         self._sure, self._tokens = 0.0, 0.0  # mean probability of the latest tokens; their number
         self._dear = 0.0  # tokens that a draft may cost more than is thought
-        self._reach = len(self.sizes)  # how many of the sizes are looked at
-        self._last: tuple[Nodes, float, float, float] | None = None  # the tree being verified, the
-        # tokens that it promised, those of plain decoding, and the seconds that it costs
+        self._trial = False  # whether the draft to come is one
 
     def start(self) -> None:
         """A text begins."""
@@ -91,48 +90,42 @@ class Policy:
         """Of drafts after tokens like the latest."""
         return self._records[bisect(SURE, self._sure)]
 
-    @property
-    def largest(self) -> int:
-        """N of the tree to draft."""
-        return self.sizes[self._reach - 1]
-
     def drafts(self) -> bool:
         """Whether the next round has a draft."""
         record = self.record
+        self._trial = False
         if self.pace and self.pace.plain_is_due() and record.gain < self._dear:
             return False
-        if record.trials or record.gain > 0:
-            return True
-        record.plain_rounds += 1
-        if record.plain_rounds * RISK < TRIAL * -record.gain:
-            return False
-        record.drafts = min(record.drafts, EARLIER)
-        record.trials, record.plain_rounds = TRIAL, 0
+        if not record.trials and record.gain <= 0:
+            record.plain_rounds += 1
+            if record.plain_rounds * RISK < TRIAL * -record.gain:
+                return False
+            record.drafts = min(record.drafts, EARLIER)
+            record.trials, record.plain_rounds = TRIAL, 0
+        self._trial = record.trials > 0
+        record.trials -= self._trial
         return True
 
-    def choose(self, nodes: Nodes) -> int:
-        """The N with the most tokens expected a second, for a draft of `largest` nodes.
+    def told(self) -> np.ndarray:
+        """What ops.tree_choose is told for the draft to come: factor, then seconds, in one array.
 
-        Costs may be concave, or jump: every size is looked at. A trial is not of one node, which
-        would teach nothing.
+        A trial is not of one node, which would teach nothing.
         """
-        tokens = self.calibration.expected(nodes)
-        expected = np.array([tokens[size - 1] for size in self.sizes[: self._reach]])
-        trial = self.record.trials > 0
-        best = trial + int(np.argmax((expected / self.seconds[: self._reach])[trial:]))
-        self.record.trials -= trial
-        # A larger tree is no dearer to draft by much: two sizes beyond the best are looked at.
-        self._reach = min(max(best + 3, self._reach - 1), len(self.sizes))
-        size = self.sizes[best]
-        self._last = nodes.first(size), expected[best], max(tokens[0], 1), self.seconds[best]
-        return size
+        first = [inf] if self._trial else self._seconds[:1]
+        return np.concatenate([self.calibration.factor().ravel(), first, self._seconds[1:]])
 
-    def learn(self, path: list[list[int]]) -> None:
-        """What became of the last draft; before `see`. path: as there"""
-        nodes, promised, plain, seconds = self._last
+    def learn(
+        self, nodes: Nodes, path: list[list[int]], size: int, promised: float, plain: float
+    ) -> None:
+        """What became of a draft; before `see`. path: as there
+
+        nodes: of the tree, which was of this size; promised: the tokens that it was expected to
+        bring; plain: those of plain decoding
+        """
         self.calibration.observe(nodes, path)
-        tokens = (promised + sum(n >= 0 for row in path for n in row)) / 2 / plain
-        cost = seconds / self.plain * (self.pace.longer() if self.pace else 1)
+        tokens = (promised + sum(n >= 0 for row in path for n in row)) / 2 / max(plain, 1)
+        cost = self._seconds[self.sizes.index(size)] / self.plain
+        cost *= self.pace.longer() if self.pace else 1
         self._dear = (DOUBT - 1) * cost
         record = self.record
         record.drafts = min(record.drafts + 1, RECENT)

@@ -1,12 +1,13 @@
 """A round's outcome on its way to the host: one copy, read sequence by sequence."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kdtree.outputs import RoundTrace
-from kdtree.phases import Phases
+from kdtree.phases import seconds
 from kdtree.request import Emitted, Request
 from kdtree.tree import Path, TokenTree
 
@@ -33,18 +34,33 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Landed:
+    """A round as the host hears of it.
+
+    emitted: by sequence; phases: seconds; nodes: N of its tree
+    told: [B, X] int64, what the drafter's commit returned
+    """
+
+    emitted: list[Emitted]
+    phases: dict[str, float]
+    nodes: int
+    told: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """What a round left on the device for the host.
 
     packed: [B, sum of widths] int64, side by side: depth offered and accepted; State.commit's
     record; where they are asked, the best log-probabilities' bits and ids after each node of the
-    path, and the tree: tokens, parents, scores' bits, the path's nodes
+    path, and the tree: tokens, parents, scores' bits, the path's nodes; the times of Phases; what
+    the drafter wants to be told
     """
 
     packed: Tensor
     widths: tuple[int, ...]
     best: int
-    phases: Phases
+    nodes: int
 
     @staticmethod
     def of(
@@ -53,9 +69,10 @@ class Round:
         record: Tensor,
         best: tuple[Tensor, Tensor] | None,
         traced: bool,
-        phases: Phases,
+        times: Tensor,
+        told: Tensor | None,
     ) -> "Round":
-        """record: from State.commit; best: from Path.best"""
+        """record: from State.commit; best: from Path.best; times: of Phases"""
         B, J = path.token.shape
         k = best[0].shape[2] if best else 0
         parts = [tree.depth.amax(1, keepdim=True), (path.length - 1)[:, None], record]
@@ -63,13 +80,20 @@ class Round:
             parts += [_bits(best[0]).view(B, -1), best[1].view(B, -1)]
         if traced:
             parts += [tree.token, tree.parent, _bits(tree.score), path.node]
-        N = tree.token.shape[1] if traced else 0
-        widths = (1, 1, 1, 1, J, J, J * k, J * k, N, N, N, J if traced else 0)
-        return Round(torch.cat([part.long() for part in parts], 1), widths, k, phases)
+        parts.append(times.expand(B, -1))
+        if told is not None:
+            parts.append(told)
+        nodes = tree.token.shape[1]
+        N, last = (nodes, J) if traced else (0, 0)
+        asked = J * k, J * k, N, N, N, last, len(times), 0 if told is None else told.shape[1]
+        packed = torch.cat([part.long() for part in parts], 1)
+        return Round(packed, (1, 1, 1, 1, J, J, *asked), k, nodes)
 
-    def emitted(self, host: Tensor) -> list[Emitted]:
-        """By sequence. host: a copy of `packed`"""
-        return [self._emitted(row) for row in host.split(1)]
+    def read(self, host: Tensor) -> Landed:
+        """host: a copy of `packed`"""
+        emitted = [self._emitted(row) for row in host.split(1)]
+        *_, times, told = host.split(self.widths, 1)
+        return Landed(emitted, seconds(times[0].tolist()), self.nodes, told)
 
     def _emitted(self, row: Tensor) -> Emitted:
         each = [part[0] for part in row.split(self.widths, 1)]
@@ -77,32 +101,37 @@ class Round:
         tokens, best = each[4][:kept].tolist(), None
         if self.best:
             shape = (-1, self.best)
-            logprob, ids = _floats(each[6]).view(shape).tolist(), each[7].view(shape).tolist()
+            logprob, ids = floats(each[6]).view(shape).tolist(), each[7].view(shape).tolist()
             best = [list(zip(ids[i], logprob[i], strict=True)) for i in range(kept)]
         trace = None
         if self.widths[8]:
             token, parent, node = (each[i].tolist() for i in (8, 9, 11))
-            score = _floats(each[10]).tolist()
+            score = floats(each[10]).tolist()
             trace = RoundTrace(token, parent, score, node[:kept], list(tokens))
-        logprobs = _floats(each[5])[:kept].tolist()
+        logprobs = floats(each[5])[:kept].tolist()
         return Emitted(tokens, logprobs, reason, offered, accepted, best, trace)
+
+
+class Packed(Protocol):
+    """A round, or one that is still to be chosen. packed: int64, what it leaves for the host"""
+
+    packed: Tensor
+
+    def read(self, host: Tensor) -> Landed:
+        """host: a copy of `packed`"""
 
 
 class Sent:
     """A round whose record is on its way. arrived: the event after the copy to `host`"""
 
-    def __init__(self, round: Round, began, host: Tensor, arrived: torch.cuda.Event | None):
-        self._round, self._began, self._host, self._arrived = round, began, host, arrived
+    def __init__(self, round: Packed, host: Tensor, arrived: torch.cuda.Event | None):
+        self._round, self._host, self._arrived = round, host, arrived
 
-    def read(self) -> list[Emitted]:
-        """By sequence. Here the host waits for the device."""
+    def read(self) -> Landed:
+        """Here the host waits for the device."""
         if self._arrived:
             self._arrived.synchronize()
-        return self._round.emitted(self._host)
-
-    def phases(self) -> dict[str, float]:
-        """Seconds of each, after `read` and before another round is replayed."""
-        return self._round.phases.seconds(self._began)
+        return self._round.read(self._host)
 
 
 class Records:
@@ -118,11 +147,10 @@ class Records:
         self._slots = [(torch.empty(0, dtype=torch.int64), None)] * self.SLOTS
         self._next = 0
 
-    def send(self, round: Round, began: float | torch.cuda.Event | None = None) -> Sent:
-        """began: the mark from which the round's first phase counts, if not its own"""
+    def send(self, round: Packed) -> Sent:
         packed = round.packed
         if not self._cuda:
-            return Sent(round, began, packed, None)
+            return Sent(round, packed, None)
         buffer, arrived = self._slots[self._next]
         if buffer.numel() < packed.numel():
             buffer = torch.empty(packed.numel(), dtype=torch.int64, pin_memory=True)
@@ -132,7 +160,7 @@ class Records:
         host = buffer[: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
         arrived.record(torch.cuda.current_stream(packed.device))
-        return Sent(round, began, host, arrived)
+        return Sent(round, host, arrived)
 
 
 def to_host(x: Tensor) -> Tensor:
@@ -149,5 +177,6 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-def _floats(x: Tensor) -> Tensor:
+def floats(x: Tensor) -> Tensor:
+    """Of bits that came as int64."""
     return x.int().view(torch.float32)

@@ -1,5 +1,6 @@
 """Rounds without a model: trees by a drafter of known skill, and time by a table of costs."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -7,9 +8,10 @@ import torch
 from kdtree.budget import AutoBudget
 from kdtree.costs import Costs
 from kdtree.drafters.base import Stateless
+from kdtree.record import Landed
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
-from kdtree.tree import Path, TokenTree
+from kdtree.tree import MAX_DEPTH, Path, TokenTree
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -75,8 +77,10 @@ class Simulation:
     seconds: float = 0.0
     tokens: int = 0
     sizes: list[int] = field(default_factory=list)
+    ahead: int = 0  # rounds that are under way before the drafter hears of one
 
     def __post_init__(self):
+        self.flight = deque()
         self.state = State(self.sequences, 64, CPU)
         self.rng = torch.Generator().manual_seed(1)
         for b in range(self.sequences):
@@ -89,12 +93,22 @@ class Simulation:
             self.drafter.plan(self.state)
             tree = self.drafter.propose(self.state)
             size = tree.token.shape[1]
-            self.seconds += self.costs[size] + self.draft * (inner.drafts - drafts)
+            took = self.costs[size] + self.draft * (inner.drafts - drafts)
+            self.seconds += took
             self.sizes.append(size)
             walks = [self.walk(tree, b, skill) for b in range(self.sequences)]
             self.tokens += sum(map(len, walks))
-            self.drafter.commit(path_of(walks), None)
+            told = self.drafter.commit(path_of(walks, size), None)
+            if self.drafter.replans:
+                told = told.long()
+                self.flight.append(Landed([], {"forward": self.seen(took)}, size, told))
+                if len(self.flight) > self.ahead:
+                    self.drafter.learn(self.flight.popleft(), steady=True)
         return self
+
+    def seen(self, seconds: float) -> float:
+        """What the clock says of a round that took so long."""
+        return seconds
 
     def walk(self, tree: TokenTree, b: int, skill: Skill) -> list[int]:
         """The nodes of the path: of a node's children at most one is right."""
@@ -123,17 +137,17 @@ class Simulation:
         return self.tokens / self.seconds
 
 
-def path_of(walks: list[list[int]]) -> Path:
-    width = max(map(len, walks))
+def path_of(walks: list[list[int]], nodes: int) -> Path:
+    width = min(nodes, MAX_DEPTH + 1)
     node = torch.tensor([w + [-1] * (width - len(w)) for w in walks], dtype=torch.int32)
     length = torch.tensor([len(w) for w in walks], dtype=torch.int32)
     return Path(node, length, node.long(), node.float(), length < 0)
 
 
-def auto(skill, costs, draft, nodes=64, chain=False, sequences=1) -> Simulation:
+def auto(skill, costs, draft, nodes=64, chain=False, sequences=1, ahead=0) -> Simulation:
     drafter = Drafting(skill, nodes, chain, sequences)
     budget = AutoBudget(drafter, Costs(costs, draft))
-    return Simulation(budget, costs, draft, sequences)
+    return Simulation(budget, costs, draft, sequences, ahead=ahead)
 
 
 def fixed(skill, costs, draft, nodes, chain=False, sequences=1) -> Simulation:

@@ -25,8 +25,8 @@ SOURCES = [
 
 # A module may import those left of it, never those right of it.
 LAYERS = """errors checks files config sampling outputs ops text tree cache weights layers models
-plan verify state drafters request phases record generation graphs launches costs calibration
-policy budget measure options engine cli
+plan verify state request phases record drafters choice generation graphs launches costs
+calibration policy budget measure options engine cli
 __main__""".split()
 
 

@@ -3,14 +3,13 @@
 import itertools
 from math import log
 
-import numpy as np
 import pytest
 import torch
 from says import says
 from simulated import CPU, TABLES, Drafting, Skill, auto, fixed
 from test_engine import Case, engine_of, outcome
 
-from kdtree import Costs, OracleConfig, SamplingParams
+from kdtree import Costs, OracleConfig, SamplingParams, ops
 from kdtree.budget import AutoBudget
 from kdtree.calibration import Calibration, Nodes
 from kdtree.costs import sizes_up_to
@@ -24,6 +23,18 @@ SKILLS = {
     "poor": Skill(0.25, sibling=0.05),
     "nil": Skill(0.02, sibling=0.01, below=0.01),
 }
+
+
+def nodes_of(tree: TokenTree) -> Nodes:
+    return Nodes.of(tree.parent, tree.depth, tree.score)
+
+
+def expected_of(calibration: Calibration, tree: TokenTree) -> list[float]:
+    """Tokens of a round with its first n + 1 nodes."""
+    one = torch.ones(1)
+    factor = torch.from_numpy(calibration.factor()).float()
+    parts = tree.parent, tree.depth, tree.score, factor, one.int(), one
+    return ops.tree_choose(*parts)[1].tolist()
 
 
 def running(sequences=1) -> State:
@@ -54,23 +65,6 @@ def test_chooses_what_trying_every_size_finds(table, sequences):
     assert chosen == {8} if table == "cliff" else len(chosen) > 1
 
 
-@pytest.mark.parametrize(
-    "chances, seconds, size",
-    [
-        ([0.2, 0.15, 0.15, 3.5], [1, 2, 3, 4], 16),
-        ([1, 0, 0, 0], [1, 2, 2, 2], 2),
-        ([0.1] * 4, [2] * 4, 16),
-    ],
-)
-def test_looks_at_every_size(chances, seconds, size):
-    """Beyond a dip; the first of equals. chances: tokens that 1, 2, 4 and 8 more nodes bring"""
-    sizes = (1, 2, 4, 8, 16)
-    policy = Policy(Costs(dict(zip(sizes, [1, *seconds], strict=True))), 16, timed=False)
-    nodes = Nodes.read(Nodes.packed(TokenTree.root(torch.zeros(1, dtype=torch.int64))))
-    policy.calibration.expected = lambda _: np.repeat(np.cumsum([1, *chances]), [1, 1, 2, 4, 8])
-    assert policy.choose(nodes) == size
-
-
 def test_the_first_nodes_are_the_smaller_tree(rng):
     for shape in ((3, 6, 5), (3, 6, 5, 5)):
         score = torch.randn(shape, generator=rng) - 1
@@ -98,11 +92,11 @@ def test_learns_how_often_drafts_come_true(skill, sequences):
     expected = []
     for _ in range(300):
         tree = run.drafter.drafter.propose(run.state)
-        expected.append(float(calibration.expected(Nodes.read(Nodes.packed(tree)))[-1]))
+        expected.append(expected_of(calibration, tree)[-1])
         run.run(1, skill)
     drawn = (run.tokens - before) / 300
     assert sum(expected) / 300 == pytest.approx(drawn, rel=0.08)
-    factor = calibration._factor().reshape(-1, 3)[0]
+    factor = calibration.factor()[0]
     claim = torch.tensor(skill.claims)
     assert float(factor[0] * claim[0]) == pytest.approx(skill.chance(1, 0, True), rel=0.3, abs=0.06)
     claimed = float(factor[1] * claim[1:].sum())
@@ -119,25 +113,28 @@ def test_counts_by_depth_and_kind():
         score=torch.tensor([[1, 0.5, 0.25, 0.2, 0.05, 0]]).log(),
     )
 
-    calibration, nodes = Calibration(), Nodes.read(Nodes.packed(tree))
-    assert calibration.expected(nodes) == pytest.approx([1, 1.5, 1.75, 1.95, 2.0, 2.0])
+    calibration, nodes = Calibration(), nodes_of(tree)
+    assert expected_of(calibration, tree) == pytest.approx([1, 1.5, 1.75, 1.95, 2.0, 2.0])
     path = [[0, 2, -1]]
     calibration.observe(nodes, path)
     claimed, accepted = calibration.count.reshape(2, -1, 3)
     assert claimed[:2].ravel() == pytest.approx([0.5, 0.25, 0, 0, 0, 0.2])
     assert accepted[:2].ravel().tolist() == [0, 1, 0, 0, 0, 0]
-    calibration.observe(nodes.first(3), path)  # node 4 was not verified: no more is known of it
+    calibration.observe(
+        nodes_of(tree.first(3)), path
+    )  # node 4 was not verified: no more is known of it
     assert calibration.count[0, 5] == pytest.approx(0.2 * (1 - 0.002))
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("skill", SKILLS)
-def test_hardly_slower_than_plain_decoding_or_a_chain(skill, table):
+def test_hardly_slower_than_plain_decoding_or_a_chain(skill, table, ahead):
     """At most 3 % behind the better of both, over five texts of about 128 tokens."""
     skill, costs = SKILLS[skill], TABLES[table]
     for share in (0.1, 0.4):
         draft = share * costs[1]
-        run = auto(skill, costs, draft)
+        run = auto(skill, costs, draft, ahead=ahead)
         for _ in range(5):
             run.drafter.start(0, 0, [1])
             while run.tokens < 128 * (1 + _):
@@ -170,9 +167,9 @@ def test_gains_are_kept_apart_by_how_sure_the_model_is():
         for _ in range(count):
             path = [[0]]
             if policy.drafts():
-                assert policy.choose(chain) == 8
                 path = [[*range(1 + 7 * right), *[-1] * (7 - 7 * right)]]
-                policy.learn(path)
+                promised = 1 + 7 * float(policy.calibration.factor()[:7, 0].prod())
+                policy.learn(chain, path, 8, promised, 1.0)
                 drafts += 1
             policy.see([[log(chance)] * len(path[0])], path)
         return drafts

@@ -5,8 +5,7 @@
 // round, only by the fence that puts a record before its count.
 #include <memory>
 
-#include "../generation.h"
-#include "common.cuh"
+#include "made_graph.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -39,28 +38,10 @@ __global__ void __launch_bounds__(kThreads) end_of_round(GenerationParams p) {
   cudaGraphSetConditional(p.condition, room && running >= control[kLeast]);
 }
 
-struct Generation {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-
-  ~Generation() {
-    if (exec) cudaGraphExecDestroy(exec);
-    if (graph) cudaGraphDestroy(graph);
-  }
-};
-
-// A stream to capture on, which no other work is on.
-struct CaptureStream {
-  cudaStream_t stream = nullptr;
-
-  CaptureStream() { check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)); }
-  ~CaptureStream() { cudaStreamDestroy(stream); }
-};
-
 }  // namespace
 
 int64_t generation_build(GenerationParams p, uint64_t round) {
-  auto made = std::make_unique<Generation>();
+  auto made = std::make_unique<MadeGraph>();
   check(cudaGraphCreate(&made->graph, 0));
   cudaGraphConditionalHandle condition;
   check(cudaGraphConditionalHandleCreate(&condition, made->graph, 1, cudaGraphCondAssignDefault));
@@ -68,25 +49,17 @@ int64_t generation_build(GenerationParams p, uint64_t round) {
   loop.conditional.handle = condition;
   loop.conditional.type = cudaGraphCondTypeWhile;
   loop.conditional.size = 1;
-  cudaGraphNode_t node, child;
+  cudaGraphNode_t node;
   check(cudaGraphAddNode(&node, made->graph, nullptr, nullptr, 0, &loop));
 
-  cudaGraph_t body = loop.conditional.phGraph_out[0];
-  check(cudaGraphAddChildGraphNode(&child, body, nullptr, 0, reinterpret_cast<cudaGraph_t>(round)));
+  const cudaGraph_t body = loop.conditional.phGraph_out[0];
+  const cudaGraphNode_t child = add_graph(body, round);
   p.condition = condition;
-  const CaptureStream capture;
-  check(cudaStreamBeginCaptureToGraph(capture.stream, body, &child, nullptr, 1,
-                                      cudaStreamCaptureModeThreadLocal));
-  launch(end_of_round, {.blocks = 1, .threads = kThreads}, capture.stream, p);
-  check(cudaStreamEndCapture(capture.stream, &body));
+  add_launch(body, child, [&](Stream stream) {
+    launch(end_of_round, {.blocks = 1, .threads = kThreads}, stream, p);
+  });
   check(cudaGraphInstantiate(&made->exec, made->graph, 0));
   return reinterpret_cast<int64_t>(made.release());
 }
-
-void generation_launch(int64_t generation, Stream stream) {
-  check(cudaGraphLaunch(reinterpret_cast<Generation*>(generation)->exec, stream));
-}
-
-void generation_free(int64_t generation) { delete reinterpret_cast<Generation*>(generation); }
 
 }  // namespace kdtree::cuda

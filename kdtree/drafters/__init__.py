@@ -4,7 +4,7 @@ A drafter is a config, which a user names or fills in, and what it creates for o
 engine knows the protocol alone.
 """
 
-from kdtree.drafters.base import Drafter, DrafterConfig, Setup
+from kdtree.drafters.base import Drafted, Drafter, DrafterConfig, Replanner, Setup, Sizes
 from kdtree.drafters.dflash import DflashConfig
 from kdtree.drafters.ngram import NgramConfig
 from kdtree.drafters.none import NoneConfig
@@ -20,10 +20,13 @@ DRAFTERS: dict[str, type[DrafterConfig]] = {
 __all__ = [
     "DRAFTERS",
     "DflashConfig",
+    "Drafted",
     "Drafter",
     "DrafterConfig",
     "NgramConfig",
     "NoneConfig",
     "OracleConfig",
+    "Replanner",
     "Setup",
+    "Sizes",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kdtree.config import ModelConfig
 from kdtree.models import Deepseek
+from kdtree.record import Landed
 from kdtree.state import State
 from kdtree.tree import Path, TokenTree
 
@@ -42,7 +43,7 @@ class Setup:
 class Drafter(Protocol):
     """taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees, which
     may be set lower, and back, between rounds; replans: whether `plan` says another thing from
-    round to round, or the same while a text goes on."""
+    round to round (a Replanner), or the same while a text goes on."""
 
     taps: tuple[int, ...]
     nodes: int
@@ -61,18 +62,54 @@ class Drafter(Protocol):
         """What the host decides of the round to come, before its tree is asked for.
 
         In rounds of equal plans `propose` and `commit` launch the same work on the same tensors, so
-        that a CUDA graph may take their place; None where they have to be called.
+        that a CUDA graph may take their place; None where they have to be called. Sizes where the
+        device decides the rest.
         """
 
     def propose(self, state: State) -> TokenTree:
         """A tree of N nodes for every sequence; padding where it is inactive."""
 
-    def commit(self, path: Path, taps: Tensor | None) -> None:
+    def commit(self, path: Path, taps: Tensor | None) -> Tensor | None:
         """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes
 
         Rounds for which no tree was asked may come together, as the one path that they make: before
         the next tree or start, if at all; up to 128 nodes.
+        returns what it wants to be told of the round on the host, [B, X] of integers; or None
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The plan of a round whose N the device chooses, among these. own: the rest of the plan"""
+
+    sizes: tuple[int, ...]
+    own: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A tree of the most nodes, and which of the sizes it is to be cut to: choice [1] int32.
+
+    expected: [N] float32, tokens that its first n + 1 nodes are thought to bring
+    """
+
+    tree: TokenTree
+    choice: Tensor
+    expected: Tensor
+
+
+class Replanner(Drafter, Protocol):
+    """A drafter that decides anew by what became of earlier rounds. Those that are on their way
+    when it plans it does not know yet."""
+
+    def draft(self, state: State) -> Drafted:
+        """What goes before a round of Sizes."""
+
+    def take(self, drafted: Drafted, size: int) -> None:
+        """The next tree proposed is this one, cut to `size` nodes."""
+
+    def learn(self, landed: Landed, steady: bool) -> None:
+        """What became of a round. steady: whether others of its kind will take as long"""
 
 
 @runtime_checkable

@@ -18,8 +18,23 @@ from kdtree.ops.attention import (
 from kdtree.ops.dense import add_rms_norm, linear, rms_norm, swiglu
 from kdtree.ops.draft import block_append, block_attention, block_conv, block_embed, edge_scores
 from kdtree.ops.experts import int4_linear, int4_pack, moe_experts, moe_route
-from kdtree.ops.generation import generation_build, generation_free, generation_launch
-from kdtree.ops.tree import draft_logits, sample, top_logprobs, tree_accept, tree_build
+from kdtree.ops.generation import (
+    choice_add,
+    choice_build,
+    choice_end,
+    generation_build,
+    graph_free,
+    graph_launch,
+)
+from kdtree.ops.tree import (
+    clock,
+    draft_logits,
+    sample,
+    top_logprobs,
+    tree_accept,
+    tree_build,
+    tree_choose,
+)
 
 __all__ = [
     "add_rms_norm",
@@ -27,11 +42,15 @@ __all__ = [
     "block_attention",
     "block_conv",
     "block_embed",
+    "choice_add",
+    "choice_build",
+    "choice_end",
+    "clock",
     "draft_logits",
     "edge_scores",
     "generation_build",
-    "generation_free",
-    "generation_launch",
+    "graph_free",
+    "graph_launch",
     "int4_linear",
     "int4_pack",
     "kv_compact",
@@ -49,4 +68,5 @@ __all__ = [
     "top_logprobs",
     "tree_accept",
     "tree_build",
+    "tree_choose",
 ]

@@ -134,3 +134,35 @@ def _(token, parent, target, finite):
         token.new_empty((B, J)),
         finite.new_empty((B,)),
     )
+
+
+def tree_choose(
+    parent: Tensor, depth: Tensor, score: Tensor, factor: Tensor, sizes: Tensor, seconds: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which of some sizes of a tree, cut to its first nodes, is expected to emit the most a second.
+
+    parent, depth: [B, N] int32 and score: [B, N] float32, the tree
+    factor: [15, 3] float32, of a node's claimed chance after its parent, by depth - 1 and kind: on
+    the spine of best children, beside it, below that
+    sizes: [S] int32, of 1 to N nodes, S at most 64; seconds: [S] float32, what a round of each
+    takes, above 0; inf for one that is not to be chosen
+    returns choice [1] int32, the number of the size, the first of equals, and expected [N] float32:
+    tokens that all sequences emit together with a tree of the first n + 1 nodes
+    """
+    return ops.tree_choose.default(parent, depth, score, factor, sizes, seconds)
+
+
+@register_fake("kdtree::tree_choose")
+def _(parent, depth, score, factor, sizes, seconds):
+    return parent.new_empty((1,)), score.new_empty((parent.shape[1],))
+
+
+def clock(times: Tensor, slot: int) -> None:
+    """Writes to times[slot], int64, the nanoseconds of the device's clock, or of the CPU's, when
+    all that was launched before it is done."""
+    ops.clock.default(times, slot)
+
+
+@register_fake("kdtree::clock")
+def _(times, slot):
+    pass
