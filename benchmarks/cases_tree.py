@@ -83,3 +83,22 @@ def tree_accept(b: Bench) -> Iterator[Case]:
         assert path[0, : int(length)].tolist() == plain(), "tree_accept: another path"
         moved = N * 21
         yield Case({"B": 1, "N": N}, run, moved, 0, ("walk in Python", plain), on_host=True)
+
+
+def tree_choose(b: Bench) -> Iterator[Case]:
+    for N in (8, 64):
+        score = b.rand(1, 15, 16, scale=3, dtype=torch.float32).log_softmax(-1)
+        candidate = b.ints(1, 15, 16, high=b.size.W, dtype=torch.int64)
+        tree = ops.tree_build(score, candidate, b.tensor([1], torch.int64), N - 1, False)
+        sizes = [n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) if n <= N]
+        seconds = b.tensor([1 + 0.02 * n for n in sizes], torch.float32)
+        factor = torch.full((15, 3), 0.9, device=b.device)
+        operands = tree[1], tree[2], tree[4], factor, b.tensor(sizes), seconds
+        run, plain = partial(ops.tree_choose, *operands), partial(eager.tree_choose, *operands)
+        assert int(run()[0]) == plain(), "tree_choose: another size"
+        yield Case({"B": 1, "N": N}, run, N * 16, 0, ("loops in Python", plain), on_host=True)
+
+
+def clock(b: Bench) -> Iterator[Case]:
+    times = torch.zeros(5, dtype=torch.int64, device=b.device)
+    yield Case({}, partial(ops.clock, times, 0), 8, 0, ("fill", partial(times[:1].fill_, 1)))

@@ -4,6 +4,7 @@ They take what the ops take, for one sequence. The products are torch's own (cuB
 """
 
 import heapq
+import math
 
 import numpy as np
 import torch
@@ -224,6 +225,24 @@ def tree_build(
         place.append(rank)
         push(len(token) - 1, -cost)
     return token, parent
+
+
+def tree_choose(parent, depth, score, factor, sizes, seconds) -> int:
+    """The number of the size that brings the most a second, node by node, in Python."""
+    above, at, claims, cells = (x.tolist() for x in (parent[0], depth[0], score[0], factor))
+    chance, kind, brought = [], [], []
+    for n, m in enumerate(above):
+        if m < 0:
+            chance.append(float(m == -1))
+            kind.append(0)
+        else:
+            kind.append(2 if kind[m] else int(m in above[:n]))
+            own = math.exp(min(claims[n] - claims[m], 0)) * cells[at[n] - 1][kind[n]]
+            chance.append(chance[m] * min(own, 1))
+        brought.append(sum(chance))
+    each = zip(sizes.tolist(), seconds.tolist(), strict=True)
+    rate = [brought[size - 1] / took for size, took in each]
+    return rate.index(max(rate))
 
 
 def tree_accept(token: Tensor, parent: Tensor, target: Tensor) -> list[int]:

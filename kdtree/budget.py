@@ -49,6 +49,7 @@ class AutoBudget:
         self._size: int | None = None  # of the tree to propose; None: still to be drafted
         self._tree: TokenTree | None = None  # that is proposed
         self._last: bool | None = None  # whether this text's last round had a draft
+        self._starts = True  # whether a text begins
         self._held = Held()  # what the drafter has not heard of
 
     def bind(self, model: Deepseek) -> None:
@@ -59,13 +60,16 @@ class AutoBudget:
             self._held.clear()  # nobody will ask
         self._tell()
         self.drafter.start(b, request, prompt)
-        self.policy.start()
-        self._last = None
+        self._last, self._starts = None, True
 
     def prefill(self, b: int, taps: Tensor | None) -> None:
         self.drafter.prefill(b, taps)
 
     def plan(self, state: State) -> Hashable | None:
+        if self._starts:  # nothing is under way
+            sampled = (state.sampling.temperature > 0) & state.active
+            self.policy.start(bool(to_host(sampled).any()))
+            self._starts = False
         own, self._drafts = self.drafter.plan(state), self.policy.drafts()
         self._size = None
         if self._drafts:

@@ -13,7 +13,7 @@ from kdtree.costs import Costs
 
 RECENT = 16  # drafts that the mean gain is over
 EARLIER = 4  # of them, those before a pause count as
-ELSEWHERE = 1  # and those of other texts
+ELSEWHERE = 4, 1  # and those of other texts, where they paid and where not
 FIRST, AGAIN = 3, 1  # drafts in any case, at first and in another text
 TRIAL = 2  # and after a pause: the first one is not timed
 RISK = 0.007  # of the time without drafts, to be lost by trying again
@@ -35,6 +35,14 @@ class Record:
     plain_rounds: int = 0  # since the last draft
 
 
+class Known:
+    """What is known of drafts, where text is greedy or where it is sampled."""
+
+    def __init__(self):
+        self.calibration = Calibration()
+        self.records = [Record() for _ in range(len(SURE) + 1)]  # by how sure the model is
+
+
 class Policy:
     """The choice of a round's N: 1 without a draft, else by what the draft promises, which
     ops.tree_choose weighs where the draft is.
@@ -47,6 +55,7 @@ class Policy:
 
     Drafts come true where the model is sure. How sure it was of its latest tokens is known without
     a draft, so gains are kept apart by that: text that begins to repeat itself is drafted at once.
+    All that is known is kept apart by whether text is sampled, which is another matter altogether.
     """
 
     def __init__(self, costs: Costs, nodes: int, timed: bool):
@@ -59,17 +68,18 @@ class Policy:
             )
         self.plain = costs.rounds[1]
         self._seconds = [costs.draft + costs.rounds[size] for size in self.sizes]
-        self.calibration = Calibration()
         self.pace = Pace(costs) if timed else None
-        self._records = [Record() for _ in range(len(SURE) + 1)]  # by how sure the model is
+        self._both = Known(), Known()
+        self._known = self._both[False]
         self._sure, self._tokens = 0.0, 0.0  # mean probability of the latest tokens; their number
         self._dear = 0.0  # tokens that a draft may cost more than is thought
         self._trial = False  # whether the draft to come is one
 
-    def start(self) -> None:
-        """A text begins."""
-        for record in self._records:
-            record.drafts = min(record.drafts, ELSEWHERE)
+    def start(self, sampled: bool) -> None:
+        """A text begins. sampled: whether some running sequence's tokens are not greedy"""
+        self._known = self._both[sampled]
+        for record in self._known.records:
+            record.drafts = min(record.drafts, ELSEWHERE[record.gain <= 0])
             record.trials = max(record.trials, AGAIN)
         self._tokens = min(self._tokens, 1.0)
 
@@ -86,9 +96,13 @@ class Policy:
             self._sure += (sum(chances) / len(chances) - self._sure) * min(each / self._tokens, 1)
 
     @property
-    def record(self) -> "Record":
+    def calibration(self) -> Calibration:
+        return self._known.calibration
+
+    @property
+    def record(self) -> Record:
         """Of drafts after tokens like the latest."""
-        return self._records[bisect(SURE, self._sure)]
+        return self._known.records[bisect(SURE, self._sure)]
 
     def drafts(self) -> bool:
         """Whether the next round has a draft."""
