@@ -22,7 +22,8 @@ def test_a_slow_draft_is_seen(device, monkeypatch):
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
     costs = measure(engine.model, engine.cache, engine.state, engine.drafter, False)
-    assert costs.draft >= 0.15  # what it costs beside that is a difference of two times
+    usual = costs.rounds[min(costs.rounds, key=lambda size: abs(size - 8))]
+    assert costs.draft + usual >= 0.2  # a whole round with a draft; each alone is a difference
 
 
 def test_measures_its_costs(device):
