@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "draft.h"
 #include "kdtree.h"
+#include "round.h"
 
 namespace kdtree {
 
@@ -32,6 +33,9 @@ void top_logprobs(const TopLogprobsParams&, Stream);
 void tree_build(const TreeBuildParams&, Stream);
 void sample(const SampleParams&, Stream);
 void tree_accept(const TreeAcceptParams&, Stream);
+void tree_place(const TreePlaceParams&, Stream);
+void ngram_match(const NgramMatchParams&, Stream);
+void state_commit(const StateCommitParams&, Stream);
 }  // namespace cpu
 
 namespace cuda {
@@ -59,6 +63,9 @@ void top_logprobs(const TopLogprobsParams&, Stream);
 void tree_build(const TreeBuildParams&, Stream);
 void sample(const SampleParams&, Stream);
 void tree_accept(const TreeAcceptParams&, Stream);
+void tree_place(const TreePlaceParams&, Stream);
+void ngram_match(const NgramMatchParams&, Stream);
+void state_commit(const StateCommitParams&, Stream);
 }  // namespace cuda
 
 }  // namespace kdtree

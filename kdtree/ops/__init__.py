@@ -19,6 +19,7 @@ from kdtree.ops.dense import add_rms_norm, linear, rms_norm, swiglu
 from kdtree.ops.draft import block_append, block_attention, block_conv, block_embed, edge_scores
 from kdtree.ops.experts import int4_linear, int4_pack, moe_experts, moe_route
 from kdtree.ops.generation import generation_build, generation_free, generation_launch
+from kdtree.ops.round import ngram_match, state_commit, tree_place
 from kdtree.ops.tree import draft_logits, sample, top_logprobs, tree_accept, tree_build
 
 __all__ = [
@@ -43,10 +44,13 @@ __all__ = [
     "mla_query_append",
     "moe_experts",
     "moe_route",
+    "ngram_match",
     "rms_norm",
     "sample",
+    "state_commit",
     "swiglu",
     "top_logprobs",
     "tree_accept",
     "tree_build",
+    "tree_place",
 ]
