@@ -31,12 +31,15 @@ class TokenTree:
     score: Tensor | None = None
 
     @staticmethod
-    def root(token: Tensor) -> "TokenTree":
-        """The tree of one node, which makes a round plain autoregressive decoding. token: [B]"""
-        token = token[:, None]
-        zero = torch.zeros_like(token, dtype=torch.int32)
-        score = torch.zeros_like(zero, dtype=torch.float32)
-        return TokenTree(token, zero - 1, zero, torch.ones_like(token), score)
+    def root(
+        token: Tensor, active: Tensor | None = None, length: Tensor | None = None
+    ) -> "TokenTree":
+        """The tree of one node, which makes a round plain autoregressive decoding.
+
+        token: [B] int64, or with length: [B] int32 the known tokens [B, X]; active: [B] bool
+        """
+        none = token.new_empty((len(token), 0, 0))
+        return TokenTree.build(none.float(), none, token, 0, False, active, length)
 
     @staticmethod
     def chain(token: Tensor) -> "TokenTree":

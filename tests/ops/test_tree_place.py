@@ -8,7 +8,7 @@ WILD = 2147480000  # a block table's entry that must not be followed
 
 
 def case(context, N, device, rng):
-    """Trees whose last nodes are padding; a table of shuffled pages whose spare entries are wild."""
+    """Trees whose last nodes are padding; shuffled pages, and wild spare entries of the table."""
     B, max_pages = len(context), max((s + N) // 64 + 1 for s in context) + 1
     table = torch.full((B, max_pages), WILD, dtype=torch.int32)
     for b, s in enumerate(context):
