@@ -31,6 +31,7 @@ struct Shared {
   int64_t suffix[kMaxNodes];             // the last tokens, backwards
   uint64_t warps[kWarps * kMaxNodes];    // keys of this block's warps
   uint64_t blocks[kTeam * kMaxNodes];    // of the team's blocks, in the first
+  uint64_t best[kMaxNodes];              // of all
   int64_t token[kMaxNodes * kMaxDepth];  // what follows each match
   int known[kMaxNodes];                  // how many of those there are
   int8_t owner[kMaxNodes * kMaxDepth];   // the first match that begins alike
@@ -60,10 +61,6 @@ struct Best {
       last = __shfl_sync(~0u, place < kWarp ? key[0] : key[1], place % kWarp);
     }
   }
-  __device__ void offer_all(const uint64_t* keys, int count, int M) {
-    const int lane = threadIdx.x % kWarp;
-    for (int i = 0; i < count; i += kWarp) offer(i + lane < count ? keys[i + lane] : 0, M);
-  }
   __device__ void store(uint64_t* keys, int M) const {
     for (int s = 0; s < kSlots; ++s) {
       const int place = s * kWarp + threadIdx.x % kWarp;
@@ -89,14 +86,19 @@ __device__ Best scan(const int64_t* text, int last, const NgramMatchParams& p, c
   load(tile, token);
   for (; tile >= 0; tile -= warps) {
     load(tile - warps, next);
-    const int64_t root = shared.suffix[0];
+    const int64_t root = shared.suffix[0], before = shared.suffix[p.longest > 1];
+    unsigned holds = __ballot_sync(~0u, token[kUnroll - 1] == before);
 #pragma unroll
     for (int u = kUnroll - 1; u >= 0; --u) {
       const int end = tile * kTile + u * kWarp + lane;
       const bool hit = end < last && token[u] == root;
+      // Lanes behind one that holds `before`, as a match of two does; not known of the tile's first.
+      unsigned longer = holds << 1;
+      holds = u > 0 ? __ballot_sync(~0u, token[max(u - 1, 0)] == before) : ~0u;
+      longer |= holds >> (kWarp - 1);
       if (!__any_sync(~0u, hit)) continue;
       int n = hit;
-      if (hit)
+      if (hit && longer >> lane & 1)
         while (n < p.longest && n <= end && text[end - n] == shared.suffix[n]) ++n;
       best.offer(n ? uint64_t(n) << 32 | end : 0, p.M);
     }
@@ -106,14 +108,27 @@ __device__ Best scan(const int64_t* text, int last, const NgramMatchParams& p, c
   return best;
 }
 
-// Candidates and edges of the matches, whose keys are in order. All of a block's threads call it.
+// The M best keys of up to 32 lists of M, each descending. One warp calls it.
+__device__ void merge(const uint64_t* lists, int count, int M, uint64_t* out) {
+  const int lane = threadIdx.x % kWarp;
+  uint64_t head = lane < count ? lists[lane * M] : 0;
+  for (int m = 0, at = 0; m < M; ++m) {
+    const unsigned n = __reduce_max_sync(~0u, static_cast<unsigned>(head >> 32));
+    const unsigned end = __reduce_max_sync(~0u, head >> 32 == n ? static_cast<unsigned>(head) : 0);
+    const uint64_t best = uint64_t{n} << 32 | end;
+    if (lane == 0) out[m] = best;
+    if (best && head == best) head = ++at < M ? lists[lane * M + at] : 0;
+  }
+}
+
+// Candidates and edges of the best matches. All of a block's threads call it.
 __device__ void write(const int64_t* text, int last, const NgramMatchParams& p, Shared& shared,
-                      const uint64_t* keys, int64_t* candidate, float* score) {
+                      int64_t* candidate, float* score) {
   const int J = p.J, M = p.M;
   for (int i = threadIdx.x; i < M * J; i += kThreads) {
     const int m = i / J, j = i % J;
-    const int begin = static_cast<int>(keys[m] & ~0u) + 1;
-    const int known = keys[m] ? min(J, last + 1 - begin) : 0;
+    const int begin = static_cast<int>(shared.best[m] & ~0u) + 1;
+    const int known = shared.best[m] ? min(J, last + 1 - begin) : 0;
     shared.token[i] = j < known ? text[begin + j] : 0;
     candidate[j * M + m] = shared.token[i];
     if (j == 0) shared.known[m] = known;
@@ -156,22 +171,13 @@ __global__ void __launch_bounds__(kThreads)
   scan(text, last, p, shared, warp * blocks + rank, kWarps * blocks)
       .store(shared.warps + warp * M, M);
   team.sync();  // the keys are there, and so are all blocks
-  if (warp == 0) {
-    Best best;
-    best.offer_all(shared.warps, kWarps * M, M);
-    best.store(team.map_shared_rank(shared.blocks, 0) + rank * M, M);
-  }
+  if (warp == 0)
+    merge(shared.warps, kWarps, M, team.map_shared_rank(shared.blocks, 0) + rank * M);
   team.sync();  // every block's best is in the first
   if (rank > 0) return;
-  if (warp == 0 && blocks > 1) {
-    Best best;
-    best.offer_all(shared.blocks, blocks * M, M);
-    __syncwarp();
-    best.store(shared.blocks, M);
-  }
+  if (warp == 0) merge(shared.blocks, blocks, M, shared.best);
   __syncthreads();
-  write(text, last, p, shared, shared.blocks, p.candidate + b * p.J * M,
-        p.score + b * p.J * M * M);
+  write(text, last, p, shared, p.candidate + b * p.J * M, p.score + b * p.J * M * M);
 }
 
 }  // namespace
