@@ -21,6 +21,7 @@ from cases_attention import (
 from cases_dense import add_rms_norm, linear, rms_norm, swiglu
 from cases_draft import block_append, block_attention, block_conv, block_embed, edge_scores
 from cases_experts import int4_linear, int4_pack, moe_experts, moe_route
+from cases_round import ngram_match, state_commit, tree_place
 from cases_tree import (
     clock,
     draft_logits,
@@ -35,7 +36,7 @@ BENCHES = [
     rms_norm, add_rms_norm, linear, swiglu, int4_pack, int4_linear, moe_route, moe_experts,
     mla_query, mla_append, mla_query_append, mla_attention, mla_prefill, kv_compact, block_embed,
     block_attention, block_append, block_conv, draft_logits, top_logprobs, edge_scores, tree_build,
-    sample, tree_accept, tree_choose, clock,
+    sample, tree_accept, tree_choose, clock, tree_place, ngram_match, state_commit,
 ]  # fmt: skip
 
 

@@ -77,11 +77,12 @@ def tree_accept(b: Bench) -> Iterator[Case]:
         parent = b.tensor([[-1, *((n - 1) // 2 for n in range(1, N))]])
         target = b.ints(1, N, high=3, dtype=torch.int64)
         finite = torch.ones(1, N, dtype=torch.bool, device=b.device)
-        run = partial(ops.tree_accept, token, parent, target, finite)
+        logprob = b.rand(1, N, dtype=torch.float32)
+        run = partial(ops.tree_accept, token, parent, target, finite, logprob)
         plain = partial(eager.tree_accept, token, parent, target)
         path, length, *_ = run()
         assert path[0, : int(length)].tolist() == plain(), "tree_accept: another path"
-        moved = N * 21
+        moved = N * 25
         yield Case({"B": 1, "N": N}, run, moved, 0, ("walk in Python", plain), on_host=True)
 
 

@@ -257,3 +257,29 @@ def tree_accept(token: Tensor, parent: Tensor, target: Tensor) -> list[int]:
         if child is None:
             return path
         path.append(child)
+
+
+def tree_place(context: Tensor, table: Tensor, depth: Tensor, ancestors: Tensor):
+    """Positions and slots."""
+    index = context[:, None] + torch.arange(depth.shape[1], dtype=torch.int32, device=depth.device)
+    page = table.gather(1, (index // 64).clamp(max=table.shape[1] - 1).long())
+    padding = ancestors == 0
+    position = (context[:, None] + depth).masked_fill(padding, -1)
+    return position, (page * 64 + index % 64).masked_fill(padding, -1)
+
+
+def state_commit(token, length, active, limit, stop, emitted, count, logprob, failed) -> Tensor:
+    """As ops.state_commit; the last of the tokens is spare: it takes what is not kept."""
+    J = emitted.shape[1]
+    i = torch.arange(J, device=token.device)
+    stopping = (emitted[..., None] == stop[:, None]).any(-1) & (i < count[:, None])
+    stopped, room = torch.where(stopping, i, J).amin(1), limit - length
+    kept = torch.minimum(torch.minimum(count, room), stopped + 1).int()
+    end = torch.where(kept == room, 2, torch.where(failed, 3, 0))
+    end = torch.where(stopped < kept, 1, end)
+    index = torch.where(i < kept[:, None], length[:, None] + i, token.shape[1] - 1)
+    token.scatter_(1, index, emitted)
+    length += kept
+    active &= end == 0
+    bits = logprob.view(torch.int32).long()
+    return torch.cat([kept[:, None].long(), end[:, None], emitted, bits], 1)

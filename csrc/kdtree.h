@@ -179,14 +179,15 @@ struct TreeBuildParams {
   const float* score;        // [B, J, M], or where edges [B, J, M, M]: [b, j, m, m'] scores m' at
                              // depth j + 1 after m at depth j; at j = 0 only m = 0 is read
   const int64_t* candidate;  // [B, J, M]: token of each candidate
-  const int64_t* root;       // [B]: token of node 0
+  const int64_t* root;       // [B, X]: node 0 is the length-th of a sequence's tokens
+  const int32_t* length;     // [B], taken as 1 .. X; may be null: 1
   const bool* active;        // [B], may be null; where false all nodes are missing
   int64_t* token;            // [B, N]
   int32_t* parent;           // [B, N]; -1 at the root
   int32_t* depth;            // [B, N]
   int64_t* ancestors;        // [B, N]
   float* node_score;         // [B, N]; 0 at the root
-  int B, N, J, M;
+  int B, N, J, M, X;
   bool edges, chain_seed;
 };
 
@@ -244,9 +245,11 @@ struct TreeAcceptParams {
   const int32_t* parent;  // [B, N]
   const int64_t* target;  // [B, N]
   const bool* finite;     // [B, N]
+  const float* logprob;   // [B, N]: of the targets
   int32_t* path;          // [B, J], -1 from length on
   int32_t* length;        // [B]
   int64_t* tokens;        // [B, J], -1 from length on
+  float* logprobs;        // [B, J]: of the tokens, 0 from length on
   bool* failed;           // [B]
   int B, N, J;            // J = min(N, kMaxDepth + 1)
 };

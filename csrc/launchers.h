@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "draft.h"
 #include "kdtree.h"
+#include "round.h"
 
 namespace kdtree {
 
@@ -34,6 +35,9 @@ void sample(const SampleParams&, Stream);
 void tree_accept(const TreeAcceptParams&, Stream);
 void tree_choose(const TreeChooseParams&, Stream);
 void clock(const ClockParams&, Stream);
+void tree_place(const TreePlaceParams&, Stream);
+void ngram_match(const NgramMatchParams&, Stream);
+void state_commit(const StateCommitParams&, Stream);
 }  // namespace cpu
 
 namespace cuda {
@@ -63,6 +67,9 @@ void sample(const SampleParams&, Stream);
 void tree_accept(const TreeAcceptParams&, Stream);
 void tree_choose(const TreeChooseParams&, Stream);
 void clock(const ClockParams&, Stream);
+void tree_place(const TreePlaceParams&, Stream);
+void ngram_match(const NgramMatchParams&, Stream);
+void state_commit(const StateCommitParams&, Stream);
 }  // namespace cuda
 
 }  // namespace kdtree

@@ -1,6 +1,6 @@
 // The library's schemas, in one table, and the threads that its CPU kernels borrow from torch. The
 // ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_latents.cpp, ops_attention.cpp,
-// ops_draft.cpp, ops_tree.cpp and ops_generation.cpp.
+// ops_draft.cpp, ops_tree.cpp, ops_round.cpp and ops_generation.cpp.
 #include "ops.h"
 
 #include "cpu/common.h"
@@ -68,16 +68,26 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
   m.def("top_logprobs(Tensor logits, int k) -> (Tensor, Tensor)");
   m.def(
       "tree_build(Tensor score, Tensor candidate, Tensor root, int budget, bool chain_seed,"
-      " Tensor? active) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " Tensor? active, Tensor? length) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "sample(Tensor logits, Tensor position, Tensor seed, Tensor temperature, Tensor top_k,"
       " Tensor top_p, Tensor min_p, Tensor? raw) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "tree_accept(Tensor token, Tensor parent, Tensor target, Tensor finite)"
-      " -> (Tensor, Tensor, Tensor, Tensor)");
+      "tree_accept(Tensor token, Tensor parent, Tensor target, Tensor finite, Tensor logprob)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "tree_choose(Tensor parent, Tensor depth, Tensor score, Tensor factor, Tensor sizes,"
       " Tensor seconds) -> (Tensor, Tensor)");
+
+  m.def(
+      "tree_place(Tensor context, Tensor block_table, Tensor depth, Tensor? ancestors)"
+      " -> (Tensor, Tensor)");
+  m.def(
+      "ngram_match(Tensor token, Tensor length, int longest, int matches, int depth, float first,"
+      " float next, float rank) -> (Tensor, Tensor)");
+  m.def(
+      "state_commit(Tensor(a!) token, Tensor(b!) length, Tensor(c!) active, Tensor limit,"
+      " Tensor stop, Tensor emitted, Tensor count, Tensor logprob, Tensor failed) -> Tensor");
 
   m.def("clock(Tensor(a!) times, int slot) -> ()");
   m.def("choice_build(int graph, Tensor choice, Tensor(a!) record, int count) -> int");

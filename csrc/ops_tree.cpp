@@ -78,7 +78,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_build(const Tensor score
                                                               const Tensor candidate,
                                                               const Tensor root, int64_t budget,
                                                               bool chain_seed,
-                                                              const std::optional<Tensor> active) {
+                                                              const std::optional<Tensor> active,
+                                                              const std::optional<Tensor> length) {
   check_dim("candidate", candidate, 3);
   const int64_t B = candidate.size(0), J = candidate.size(1), M = candidate.size(2);
   require(J <= kMaxDepth, "candidate has depth ", J, ", wants at most ", kMaxDepth);
@@ -90,7 +91,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_build(const Tensor score
   else
     check("score", score, {B, J, M}, ScalarType::Float, candidate);
   check("candidate", candidate, {B, J, M}, ScalarType::Long, score);
-  check("root", root, {B}, ScalarType::Long, score);
+  const int64_t X = length && root.dim() == 2 ? root.size(1) : 1;
+  if (length) {
+    check("root", root, {B, X}, ScalarType::Long, score);
+    check("length", *length, {B}, ScalarType::Int, score);
+    require(X > 0, "root has room for none");
+  } else {
+    check("root", root, {B}, ScalarType::Long, score);
+  }
   if (active) check("active", *active, {B}, ScalarType::Bool, score);
   const int64_t N = budget + 1;
   auto token = empty(score, {B, N}, ScalarType::Long);
@@ -103,6 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_build(const Tensor score
                             .score = data<float>(score),
                             .candidate = data<int64_t>(candidate),
                             .root = data<int64_t>(root),
+                            .length = data<int32_t>(length),
                             .active = data<bool>(active),
                             .token = mutable_data<int64_t>(token),
                             .parent = mutable_data<int32_t>(parent),
@@ -113,6 +122,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_build(const Tensor score
                             .N = static_cast<int>(N),
                             .J = static_cast<int>(J),
                             .M = static_cast<int>(M),
+                            .X = extent("root", X),
                             .edges = edges,
                             .chain_seed = chain_seed,
                         });
@@ -160,8 +170,11 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor logits, const Tensor posi
 }
 
 template <auto Launch>
-std::tuple<Tensor, Tensor, Tensor, Tensor> tree_accept(const Tensor token, const Tensor parent,
-                                                       const Tensor target, const Tensor finite) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_accept(const Tensor token,
+                                                               const Tensor parent,
+                                                               const Tensor target,
+                                                               const Tensor finite,
+                                                               const Tensor logprob) {
   check_dim("token", token, 2);
   const int64_t B = token.size(0), N = token.size(1);
   require(N >= 1 && N <= kMaxNodes, "token has ", N, " nodes, wants 1 to ", kMaxNodes);
@@ -169,26 +182,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> tree_accept(const Tensor token, const
   check("parent", parent, {B, N}, ScalarType::Int, token);
   check("target", target, {B, N}, ScalarType::Long, token);
   check("finite", finite, {B, N}, ScalarType::Bool, token);
+  check("logprob", logprob, {B, N}, ScalarType::Float, token);
   const int64_t J = std::min<int64_t>(N, kMaxDepth + 1);
   auto path = empty(token, {B, J}, ScalarType::Int);
   auto length = empty(token, {B}, ScalarType::Int);
   auto tokens = empty(token, {B, J}, ScalarType::Long);
+  auto logprobs = empty(token, {B, J}, ScalarType::Float);
   auto failed = empty(token, {B}, ScalarType::Bool);
-  if (B == 0) return {path, length, tokens, failed};
+  if (B == 0) return {path, length, tokens, logprobs, failed};
   run_on<Launch>(token, TreeAcceptParams{
                             .token = data<int64_t>(token),
                             .parent = data<int32_t>(parent),
                             .target = data<int64_t>(target),
                             .finite = data<bool>(finite),
+                            .logprob = data<float>(logprob),
                             .path = mutable_data<int32_t>(path),
                             .length = mutable_data<int32_t>(length),
                             .tokens = mutable_data<int64_t>(tokens),
+                            .logprobs = mutable_data<float>(logprobs),
                             .failed = mutable_data<bool>(failed),
                             .B = extent("token", B),
                             .N = static_cast<int>(N),
                             .J = static_cast<int>(J),
                         });
-  return {path, length, tokens, failed};
+  return {path, length, tokens, logprobs, failed};
 }
 
 template <auto Launch>

@@ -141,18 +141,8 @@ class KvCache:
 
     def place(self, tree: TokenTree, start: int | None = None) -> Step:
         """Positions and slots of a tree's nodes, after the committed context. start: as in Step"""
-        node = torch.arange(tree.token.shape[1], dtype=torch.int32, device=tree.token.device)
-        position = self.context[:, None] + tree.depth
-        index = self.context[:, None] + node
-        last = self.block_table.shape[1] - 1  # a finished sequence may stand beyond it
-        page = self.block_table.gather(1, (index // PAGE).clamp(max=last).long())
-        slot = page * PAGE + index % PAGE
-        if tree.ancestors is not None:
-            padding = tree.ancestors == 0
-            position = position.masked_fill(padding, -1)
-            slot = slot.masked_fill(padding, -1)
-        where = self.block_table, self.context, start
-        return Step(tree.token, position, slot, tree.ancestors, *where)
+        where = ops.tree_place(self.context, self.block_table, tree.depth, tree.ancestors)
+        return Step(tree.token, *where, tree.ancestors, self.block_table, self.context, start)
 
     def commit(self, path: Path) -> None:
         """Keeps the rows of the accepted paths, moved to their final slots."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kdtree import ops
 from kdtree.errors import CapacityError
 from kdtree.sampling import SamplingParams
 from kdtree.tree import MAX_DEPTH, Path
@@ -82,21 +83,5 @@ class State:
         returns the round's record, [B, 2 + 2 J] int64: tokens kept; RUNNING, STOP, LENGTH or
         FAILED; the tokens; their log-probabilities' bits. The first `kept` of each are meant.
         """
-        J = path.token.shape[1]
-        i = torch.arange(J, device=path.token.device)
-        emitted = i < path.length[:, None]
-        stopping = (path.token[..., None] == self.stop[:, None]).any(-1) & emitted
-        stopped = torch.where(stopping, i, J).amin(1)
-        room = self.limit - self.length
-        kept = torch.minimum(torch.minimum(path.length, room), stopped + 1).int()
-        reason = torch.where(path.failed, FAILED, RUNNING)
-        reason = torch.where(kept == room, LENGTH, reason)
-        reason = torch.where(stopped < kept, STOP, reason)
-
-        spare = self.token.shape[1] - 1  # takes what is not kept
-        index = torch.where(i < kept[:, None], self.length[:, None] + i, spare)
-        self.token.scatter_(1, index, path.token)
-        self.length += kept
-        self.active &= reason == RUNNING
-        bits = path.logprob.view(torch.int32).long()
-        return torch.cat([kept[:, None].long(), reason[:, None], path.token, bits], 1)
+        mine = self.token, self.length, self.active, self.limit, self.stop
+        return ops.state_commit(*mine, path.token, path.length, path.logprob, path.failed)

@@ -31,18 +31,21 @@ class TokenTree:
     score: Tensor | None = None
 
     @staticmethod
-    def root(token: Tensor) -> "TokenTree":
-        """The tree of one node, which makes a round plain autoregressive decoding. token: [B]"""
-        token = token[:, None]
-        zero = torch.zeros_like(token, dtype=torch.int32)
-        score = torch.zeros_like(zero, dtype=torch.float32)
-        return TokenTree(token, zero - 1, zero, torch.ones_like(token), score)
+    def root(
+        token: Tensor, active: Tensor | None = None, length: Tensor | None = None
+    ) -> "TokenTree":
+        """The tree of one node, which makes a round plain autoregressive decoding.
+
+        token: [B] int64, or with length: [B] int32 the known tokens [B, X]; active: [B] bool
+        """
+        none = token.new_empty((len(token), 0, 0))
+        return TokenTree.build(none.float(), none, token, 0, False, active, length)
 
     @staticmethod
     def chain(token: Tensor) -> "TokenTree":
         """A chain of known tokens. token: [B, N]"""
         depth = torch.arange(token.shape[1], dtype=torch.int32, device=token.device)
-        depth = depth.expand(token.shape)
+        depth = depth.expand(token.shape).contiguous()
         return TokenTree(token, depth - 1, depth, None)
 
     @staticmethod
@@ -53,9 +56,11 @@ class TokenTree:
         budget: int,
         chain_seed: bool,
         active: Tensor | None = None,
+        length: Tensor | None = None,
     ) -> "TokenTree":
         """The best-first tree; arguments as in ops.tree_build."""
-        return TokenTree(*ops.tree_build(score, candidate, root, budget, chain_seed, active))
+        each = ops.tree_build(score, candidate, root, budget, chain_seed, active, length)
+        return TokenTree(*each)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -85,7 +90,7 @@ class Path:
     node: [B, J] int32, the nodes walked, root first, -1 from length on
     length: [B] int32, nodes committed and tokens emitted
     token: [B, J] int64, emitted tokens, the target's own draw after each node
-    logprob: [B, J] float32, of those, by the raw logits
+    logprob: [B, J] float32, of those, by the raw logits; 0 from length on
     failed: [B] bool, the walk ended at a node whose logits are not finite
     """
 

@@ -51,9 +51,7 @@ def verify(
         s.min_p,
         logits if any_masked else None,
     )
-    node, length, token, failed = ops.tree_accept(tree.token, tree.parent, target, finite)
-    logprob = logprob.gather(1, node.clamp(min=0).long())
-    return Path(node, length, token, logprob, failed)
+    return Path(*ops.tree_accept(tree.token, tree.parent, target, finite, logprob))
 
 
 def _mask(logits: Tensor, position: Tensor, s: Sampling) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kdtree.cache import PAGE
+from kdtree.state import MAX_STOPS
 from kdtree.tree import MAX_DEPTH, MAX_NODES
 from kdtree.weights.formats import GROUP
 
@@ -116,7 +117,8 @@ def test_shared_memory_is_what_the_cards_grant():
 
 def test_python_knows_the_header_s_constants():
     """What both languages state is stated alike."""
-    header = (ROOT / "csrc/kdtree.h").read_text()
+    header = "".join((ROOT / "csrc" / name).read_text() for name in ("kdtree.h", "round.h"))
     found = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header))
     pairs = {"kPage": PAGE, "kGroup": GROUP, "kMaxNodes": MAX_NODES, "kMaxDepth": MAX_DEPTH}
+    pairs["kMaxStops"] = MAX_STOPS
     assert {name: int(found[name]) for name in pairs} == pairs

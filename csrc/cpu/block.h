@@ -31,9 +31,4 @@ template <class Element, class Out>
   }
 }
 
-// The last of the tokens that sequence b knows, of X at most.
-inline int64_t root_of(const int64_t* token, const int32_t* length, int X, int b) {
-  return token[int64_t{b} * X + std::clamp(length[b], 1, X) - 1];
-}
-
 }  // namespace kdtree::cpu

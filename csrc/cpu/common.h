@@ -3,6 +3,7 @@
 // compiler can vectorise it and the order of its sums still does not depend on the instruction set.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <functional>
@@ -21,6 +22,11 @@ struct bf16 {
   }
   operator float() const { return std::bit_cast<float>(uint32_t{bits} << 16); }
 };
+
+// The last of the tokens that sequence b knows, of X at most; the first of them without a length.
+inline int64_t root_of(const int64_t* token, const int32_t* length, int X, int b) {
+  return token[int64_t{b} * X + (length ? std::clamp(length[b], 1, X) - 1 : 0)];
+}
 
 // Calls f(begin, end) on runs that cover 0 .. count - 1, in parallel, at least grain items a run.
 // Which thread takes which item must not change any result. ops.cpp implements it by torch's.

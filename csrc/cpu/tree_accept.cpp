@@ -18,6 +18,7 @@ void accept(const TreeAcceptParams& p, int b) {
   const int64_t row = int64_t{b} * p.N;
   int32_t* path = p.path + int64_t{b} * p.J;
   int64_t* tokens = p.tokens + int64_t{b} * p.J;
+  float* logprobs = p.logprobs + int64_t{b} * p.J;
 
   int length = 0;
   bool failed = false;
@@ -25,6 +26,7 @@ void accept(const TreeAcceptParams& p, int b) {
   while (node >= 0 && length < p.J && !failed) {
     if (p.finite[row + node]) {
       path[length] = node;
+      logprobs[length] = p.logprob[row + node];
       tokens[length++] = p.target[row + node];
       node = child_with(p.token + row, p.parent + row, p.N, node, p.target[row + node]);
     } else {
@@ -33,7 +35,7 @@ void accept(const TreeAcceptParams& p, int b) {
   }
   p.length[b] = length;
   p.failed[b] = failed;
-  for (int i = length; i < p.J; ++i) path[i] = -1, tokens[i] = -1;
+  for (int i = length; i < p.J; ++i) path[i] = -1, tokens[i] = -1, logprobs[i] = 0;
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ class Tree {
   Tree(const TreeBuildParams& p, int b) : p(p), b(b), row(int64_t{b} * p.N), candidates(p.N) {
     if (p.active && !p.active[b]) return;
     count = 1;
-    p.token[row] = p.root[b];
+    p.token[row] = root_of(p.root, p.length, p.X, b);
     p.parent[row] = -1;
     p.depth[row] = 0;
     p.ancestors[row] = 1;

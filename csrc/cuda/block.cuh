@@ -1,4 +1,4 @@
-// What the kernels of a drafter's block share: the norm and rotation of one head, and the root.
+// What the kernels of a drafter's block share: the norm and rotation of one head.
 #pragma once
 
 #include "common.cuh"
@@ -25,11 +25,6 @@ __device__ inline void turn(const Element* x, const Element* w, const float* rop
     store(i, a * cosine[i] - b * cosine[half + i]);
     store(half + i, b * cosine[i] + a * cosine[half + i]);
   }
-}
-
-// The last of the tokens that sequence b knows, of X at most.
-__device__ inline int64_t root_of(const int64_t* token, const int32_t* length, int X, int b) {
-  return token[int64_t{b} * X + max(min(length[b], X), 1) - 1];
 }
 
 __device__ inline int64_t clamped_id(int64_t id, int W) {

@@ -18,12 +18,23 @@
 namespace kdtree::cuda {
 namespace {
 
-constexpr float kMinNoise = -2.9f, kMaxNoise = 16.7f;  // -log(-log u) for u = 2^-24 .. 1 - 2^-24
+constexpr float kMaxNoise = 16.7f;  // -log(-log u) for u = 1 - 2^-24
+
+__device__ inline int id_of_rank(uint64_t rank) { return ~static_cast<uint32_t>(rank); }
+
+// At least the noise of a word, without a logarithm: -log(-log u) <= -log(1 - u), as -log u >= 1 - u,
+// and log2 of a float is at least what its bits say read as a fixed-point number.
+__device__ inline float noise_at_most(uint32_t word) {
+  constexpr float kNats = 0x1.62f9p-24f;  // log(2) 2^-23 and 2e-4 of it, far above all rounding
+  const float left = 1 - (static_cast<float>(word) + .5f) * 0x1p-23f;  // 1 - u, exact
+  return static_cast<float>(0x3f800000 - __float_as_int(left)) * kNats;
+}
 
 // One row and what its sequence asks for.
 struct Draw {
   const float* row;
   int W;
+  int top;  // the best id, which every filter keeps
   float max, temperature, min_p;
   uint64_t seed, position;  // of the drawn token
   uint64_t last = kAllIds;  // the worst code that top-k and top-p keep
@@ -66,8 +77,11 @@ struct Draw {
   // noise, cannot win and needs no noise.
   // A function of its own: inlined it costs registers that two blocks of a processor do not have.
   __device__ __noinline__ uint64_t best_noisy(uint64_t& mass) const {
-    const float best = scaled(max);
-    float sure = best + kMinNoise;
+    uint32_t own[kQuad];
+    noise_words(seed, position, top / kQuad, own);
+    float sure = -FLT_MAX;
+    for (int i = 0; i < kQuad; ++i)
+      if (i == top % kQuad) sure = scaled(max) + noise_of(own[i]);
     uint64_t winner = 0;
     for_share(row, W, [&](int id, const float (&x)[kQuad]) {
       float y[kQuad];
@@ -79,14 +93,14 @@ struct Draw {
         may_win |= y[i] + kMaxNoise >= sure;
       }
       if (!may_win) return;
-      float noise[kQuad];
-      gumbel(seed, position, id / kQuad, noise);
+      uint32_t word[kQuad];
+      noise_words(seed, position, id / kQuad, word);
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
-        if (!(y[i] + kMaxNoise >= sure)) continue;
+        if (!(y[i] + noise_at_most(word[i]) >= sure)) continue;
         if (last != kAllIds && code_of(y[i], scaled(max), id + i) > last) continue;
         if (min_p > 0 && exp_negative(y[i] - scaled(max)) < fminf(min_p, 1.f)) continue;
-        const float score = y[i] + noise[i];
+        const float score = y[i] + noise_of(word[i]);
         winner = ::max(winner, rank_of(score, id + i));
         sure = fmaxf(sure, score);
       }
@@ -119,7 +133,9 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 2)
   const float temperature = p.temperature[b];
   if (temperature > 0) {
     const auto next = static_cast<uint64_t>(int64_t{position} + 1);
-    Draw draw{row, p.W, max, temperature, p.min_p[b], static_cast<uint64_t>(p.seed[b]), next};
+    const int top = id_of_rank(winner);
+    const auto seed = static_cast<uint64_t>(p.seed[b]);
+    Draw draw{row, p.W, top, max, temperature, p.min_p[b], seed, next};
     draw.filter(p.top_k[b], p.top_p[b]);
     winner = team_max(draw.best_noisy(mass));
   } else {
@@ -127,7 +143,7 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 2)
   }
   if (raw != row) mass = share_mass(raw, p.W, raw_max);
   mass = team_sum(mass);
-  const int token = static_cast<int>(~static_cast<uint32_t>(winner));
+  const int token = id_of_rank(winner);
   if (writes) write(token, logprob_of(raw[token], raw_max, mass), true);
 }
 

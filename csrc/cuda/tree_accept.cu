@@ -5,7 +5,7 @@
 //
 // Grid    one warp a sequence; a lane holds nodes lane and lane + 32 in registers.
 // Reads   every node once.
-// Floor   21 bytes a node, at most 1.3 KB a sequence: bound by launch latency and one load.
+// Floor   25 bytes a node, at most 1.6 KB a sequence: bound by launch latency and one load.
 // Needs   N <= 64.
 #include "common.cuh"
 
@@ -17,6 +17,7 @@ constexpr int kSlots = kMaxNodes / kWarp;
 
 struct Node {
   int64_t token, target;
+  float logprob;
   int parent;
   bool finite;
 };
@@ -27,13 +28,14 @@ __global__ void __launch_bounds__(kWarp)
   const int64_t row = int64_t{blockIdx.x} * p.N;
   int32_t* path = p.path + int64_t{blockIdx.x} * p.J;
   int64_t* tokens = p.tokens + int64_t{blockIdx.x} * p.J;
+  float* logprobs = p.logprobs + int64_t{blockIdx.x} * p.J;
 
   Node nodes[kSlots];
   for (int s = 0; s < kSlots; ++s) {
     const int n = s * kWarp + lane;
-    nodes[s] = n < p.N
-                   ? Node{p.token[row + n], p.target[row + n], p.parent[row + n], p.finite[row + n]}
-                   : Node{-1, -1, kPadding, true};
+    nodes[s] = n < p.N ? Node{p.token[row + n], p.target[row + n], p.logprob[row + n],
+                              p.parent[row + n], p.finite[row + n]}
+                       : Node{-1, -1, 0, kPadding, true};
   }
 
   // Every lane knows the node; children stand after their parent, so the walk ends whatever parent
@@ -47,7 +49,9 @@ __global__ void __launch_bounds__(kWarp)
         __shfl_sync(~0u, upper ? nodes[1].target : nodes[0].target, node % kWarp);
     failed = !__shfl_sync(~0u, int(upper ? nodes[1].finite : nodes[0].finite), node % kWarp);
     if (failed) break;
-    if (lane == 0) path[length] = node, tokens[length] = target;
+    const float logprob =
+        __shfl_sync(~0u, upper ? nodes[1].logprob : nodes[0].logprob, node % kWarp);
+    if (lane == 0) path[length] = node, tokens[length] = target, logprobs[length] = logprob;
     ++length;
     int next = kMaxNodes;
     for (int s = kSlots - 1; s >= 0; --s) {
@@ -58,7 +62,7 @@ __global__ void __launch_bounds__(kWarp)
     }
     node = next;
   }
-  for (int i = length + lane; i < p.J; i += kWarp) path[i] = -1, tokens[i] = -1;
+  for (int i = length + lane; i < p.J; i += kWarp) path[i] = -1, tokens[i] = -1, logprobs[i] = 0;
   if (lane == 0) p.length[blockIdx.x] = length, p.failed[blockIdx.x] = failed;
 }
 

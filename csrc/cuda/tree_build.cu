@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int64_t* candidates = p.candidate + b * p.J * p.M;
   for (int i = threadIdx.x; i < p.J * p.M; i += kThreads) tokens[i] = candidates[i];
-  const int64_t root = p.root[b];
+  const int64_t root = root_of(p.root, p.length, p.X, b);
   lists.sort();
   __syncthreads();
   if (threadIdx.x < kWarp) grown = grow(p, lists, taken);

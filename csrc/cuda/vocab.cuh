@@ -15,6 +15,7 @@ namespace kdtree::cuda {
 
 inline constexpr int kTeam = 8;  // blocks a row: the largest portable cluster
 inline constexpr int kRowThreads = 512;
+inline constexpr int kAhead = 5;    // quads of a thread on their way where little else is done
 inline constexpr int kQuad = 4;  // ids read together; they also share a Philox block
 inline constexpr float kMassUnits = 1099511627776.f;  // 2^40
 
@@ -85,11 +86,10 @@ __device__ inline float logprob_of(float x, float max, uint64_t mass) {
   return static_cast<float>(double(x) - double(max) - log_of(mass));
 }
 
-// The Gumbel noise of ids 4 quad .. 4 quad + 3 at position.
-__device__ inline void gumbel(uint64_t seed, uint64_t position, uint32_t quad,
-                              float (&noise)[kQuad]) {
-  uint32_t c[kQuad] = {quad, static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
-                       0};
+// The words behind the noise of ids 4 quad .. 4 quad + 3 at position: 23 bits each.
+__device__ inline void noise_words(uint64_t seed, uint64_t position, uint32_t quad,
+                                   uint32_t (&c)[kQuad]) {
+  c[0] = quad, c[1] = static_cast<uint32_t>(position), c[2] = position >> 32, c[3] = 0;
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 10; ++round, key0 += 0x9e3779b9u, key1 += 0xbb67ae85u) {
@@ -100,24 +100,34 @@ __device__ inline void gumbel(uint64_t seed, uint64_t position, uint32_t quad,
     c[3] = static_cast<uint32_t>(a);
   }
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    const float u = (static_cast<float>(c[i] >> 9) + .5f) * 0x1p-23f;
-    noise[i] = -log_positive(-log_positive(u));
-  }
+  for (int i = 0; i < kQuad; ++i) c[i] >>= 9;
+}
+
+__device__ inline float noise_of(uint32_t word) {
+  const float u = (static_cast<float>(word) + .5f) * 0x1p-23f;
+  return -log_positive(-log_positive(u));
+}
+
+// The Gumbel noise of ids 4 quad .. 4 quad + 3 at position.
+__device__ inline void gumbel(uint64_t seed, uint64_t position, uint32_t quad,
+                              float (&noise)[kQuad]) {
+  uint32_t word[kQuad];
+  noise_words(seed, position, quad, word);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) noise[i] = noise_of(word[i]);
 }
 
 inline __device__ auto team() { return cooperative_groups::this_cluster(); }
 
 // Calls f(id, x) for each quad of ids id .. id + 3 of the block's share of a row; past the row's
-// end x is -inf.
-template <class F>
+// end x is -inf. kLoads quads are loaded before the first of them is used.
+template <int kLoads = 1, class F>
 __device__ void for_share(const float* row, int W, F f) {
   const int quads = (W + kQuad - 1) / kQuad, share = (quads + kTeam - 1) / kTeam;
   const int begin = team().block_rank() * share, end = min(begin + share, quads);
   const bool aligned = reinterpret_cast<uintptr_t>(row) % sizeof(float4) == 0;
-  for (int quad = begin + threadIdx.x; quad < end; quad += kRowThreads) {
+  const auto load = [&](int quad, float(&x)[kQuad]) {
     const int id = quad * kQuad;
-    float x[kQuad];
     if (aligned && id + kQuad <= W) {
       const float4 v = reinterpret_cast<const float4*>(row)[quad];
       x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
@@ -125,14 +135,22 @@ __device__ void for_share(const float* row, int W, F f) {
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) x[i] = id + i < W ? row[id + i] : -INFINITY;
     }
-    f(id, x);
+  };
+  for (int quad = begin + threadIdx.x; quad < end; quad += kLoads * kRowThreads) {
+    float x[kLoads][kQuad];
+#pragma unroll
+    for (int a = 0; a < kLoads; ++a) load(quad + a * kRowThreads, x[a]);
+#pragma unroll
+    for (int a = 0; a < kLoads; ++a)
+      if (quad + a * kRowThreads < end) f((quad + a * kRowThreads) * kQuad, x[a]);
   }
 }
 
 // op over the values of all threads of the team, for an op that takes any order.
 template <class Op>
 __device__ uint64_t team_reduce(uint64_t x, Op op) {
-  __shared__ uint64_t partial[kRowThreads / kWarp], block;
+  constexpr int kWarps = kRowThreads / kWarp;
+  __shared__ uint64_t partial[kWarps], block;
   for (int d = kWarp / 2; d > 0; d /= 2) x = op(x, __shfl_xor_sync(~0u, x, d));
   if (threadIdx.x % kWarp == 0) partial[threadIdx.x / kWarp] = x;
   __syncthreads();
@@ -155,18 +173,18 @@ __device__ inline uint64_t team_sum(uint64_t x) {
 }
 
 // The rank of a row's largest logit, in all threads of the team.
-__device__ inline uint64_t row_best(const float* row, int W) {
+__device__ __noinline__ inline uint64_t row_best(const float* row, int W) {
   uint64_t best = 0;
-  for_share(row, W, [&](int id, const float (&x)[kQuad]) {
+  for_share<kAhead>(row, W, [&](int id, const float (&x)[kQuad]) {
     for (int i = 0; i < kQuad; ++i) best = max(best, rank_of(x[i], id + i));
   });
   return team_max(best);
 }
 
 // This thread's part of a row's mass.
-__device__ inline uint64_t share_mass(const float* row, int W, float max) {
+__device__ __noinline__ inline uint64_t share_mass(const float* row, int W, float max) {
   uint64_t mass = 0;
-  for_share(row, W, [&](int, const float (&x)[kQuad]) {
+  for_share<kAhead>(row, W, [&](int, const float (&x)[kQuad]) {
     for (int i = 0; i < kQuad; ++i) mass += mass_of(x[i] - max);
   });
   return mass;

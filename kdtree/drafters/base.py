@@ -155,4 +155,5 @@ def grow(state: State, score: Tensor, candidate: Tensor, nodes: int, setup: Setu
     A chain is the tree that its seed fills.
     """
     seed = setup.chain or setup.chain_seed
-    return TokenTree.build(score, candidate, state.root(), nodes - 1, seed, state.active)
+    own = state.active, state.length
+    return TokenTree.build(score, candidate, state.token, nodes - 1, seed, *own)

@@ -6,9 +6,7 @@ The continuations of several matches form a tree: where two begin alike they sha
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from kdtree import ops
 from kdtree.checks import whole
 from kdtree.drafters.base import Setup, Stateless, grow, nodes_of
 from kdtree.state import State
@@ -45,50 +43,10 @@ class Ngram(Stateless):
         self.config, self.setup = config, setup
         self.nodes = nodes_of(setup, config.budget, config.depth)
         self.matches = min(config.matches, setup.max_seq_len)
-        rank = torch.arange(self.matches, device=setup.device)
-        self.first = FIRST + RANK * rank.float()
-        self.earlier = rank[:, None] > rank  # [m, m']: m' ranks before m
 
     def propose(self, state: State) -> TokenTree:
-        candidate, known = self._continuations(state)
-        score = self._edges(candidate, known)
-        return grow(state, score, candidate.transpose(1, 2).contiguous(), self.nodes, self.setup)
-
-    def _continuations(self, state: State) -> tuple[Tensor, Tensor]:
-        """Tokens [B, M, J] after the best matches, and which of them are known. Best: the longest,
-        the latest among equals."""
-        c, history = self.config, state.token
-        if history.device.type == "cpu":  # elsewhere the host does not know how much there is
-            history = history[:, : max(int(state.length.max()), self.matches)]
-        index = torch.arange(history.shape[1], device=history.device)
-        last = (state.length - 1)[:, None]
-        same = torch.ones_like(history, dtype=torch.bool)
-        matched = torch.zeros_like(history)  # tokens that agree, backwards from each index
-        for back in range(c.length):
-            token = history.gather(1, (last - back).clamp(min=0).long())
-            same = same & (history.roll(back, 1) == token) & (index >= back) & (last >= back)
-            matched += same
-        earlier = (matched > 0) & (index < last)
-        key = torch.where(earlier, matched * history.shape[1] + index, -1)
-        key, end = key.topk(self.matches, dim=1)
-        follow = end[..., None] + 1 + torch.arange(c.depth, device=history.device)
-        known = (follow <= last[..., None]) & (key >= 0)[..., None]
-        follow = follow.clamp(max=history.shape[1] - 1)
-        return history.gather(1, follow.flatten(1)).view(follow.shape), known
-
-    def _edges(self, candidate: Tensor, known: Tensor) -> Tensor:
-        """Edge scores [B, J, M, M]: a node of the tree is the first match that has its prefix."""
-        alike = (candidate[:, :, None] == candidate[:, None]) & known[:, :, None] & known[:, None]
-        alike = alike.long().cumprod(-1).bool()  # [B, m, m', J]: same prefix up to this depth
-        first = ~(alike & self.earlier[..., None]).any(2) & known  # [B, m, J]
-        owner = torch.where(alike, 1, 0).argmax(2)  # [B, m, J]: the first match alike
-        score = torch.full_like(alike, float("-inf"), dtype=torch.float32).permute(0, 3, 1, 2)
-        score = score.contiguous()
-        opens = first[..., 0]
-        score[:, 0, 0] = torch.where(opens, self.first, float("-inf"))
-        M, J = candidate.shape[1:]
-        for j in range(1, J):
-            parent = owner[..., j - 1]  # [B, m']
-            entry = torch.full_like(score[:, j, 0], NEXT).masked_fill(~first[..., j], float("-inf"))
-            score[:, j].scatter_(1, parent[:, None], entry[:, None])
-        return score
+        c, known = self.config, (state.token, state.length)
+        candidate, score = ops.ngram_match(
+            *known, c.length, self.matches, c.depth, FIRST, NEXT, RANK
+        )
+        return grow(state, score, candidate, self.nodes, self.setup)

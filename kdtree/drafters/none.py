@@ -23,4 +23,4 @@ class NoDraft(Stateless):
     nodes = 1
 
     def propose(self, state: State) -> TokenTree:
-        return TokenTree.root(state.root()).masked(state.active)
+        return TokenTree.root(state.token, state.active, state.length)

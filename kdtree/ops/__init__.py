@@ -26,6 +26,7 @@ from kdtree.ops.generation import (
     graph_free,
     graph_launch,
 )
+from kdtree.ops.round import ngram_match, state_commit, tree_place
 from kdtree.ops.tree import (
     clock,
     draft_logits,
@@ -62,11 +63,14 @@ __all__ = [
     "mla_query_append",
     "moe_experts",
     "moe_route",
+    "ngram_match",
     "rms_norm",
     "sample",
+    "state_commit",
     "swiglu",
     "top_logprobs",
     "tree_accept",
     "tree_build",
     "tree_choose",
+    "tree_place",
 ]

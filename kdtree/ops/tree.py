@@ -57,23 +57,25 @@ def tree_build(
     budget: int,
     chain_seed: bool = False,
     active: Tensor | None = None,
+    length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The best-first draft tree of at most `budget` nodes beside the root, N = budget + 1.
 
     score: [B, J, M] float32, log-probability of each candidate of a depth, J <= 15, M <= 64; or
     [B, J, M, M], of candidate m' at a depth after candidate m of the depth before
-    candidate: [B, J, M] int64, tokens; root: [B] int64, the last committed token
+    candidate: [B, J, M] int64, tokens
+    root: [B] int64, the last committed token; or with length: [B] int32 the known tokens [B, X]
     chain_seed: insert the chain of best children first
     active: [B] bool, whose tree has nodes at all; None for all
     returns token [B, N] int64, parent [B, N] int32, depth [B, N] int32, ancestors [B, N] int64 and
     score [B, N] float32 (the path's log-probability); missing nodes have parent -2, ancestors 0
     The order and the arithmetic are exact: every device gives the same tree, bit for bit.
     """
-    return ops.tree_build.default(score, candidate, root, budget, chain_seed, active)
+    return ops.tree_build.default(score, candidate, root, budget, chain_seed, active, length)
 
 
 @register_fake("kdtree::tree_build")
-def _(score, candidate, root, budget, chain_seed, active):
+def _(score, candidate, root, budget, chain_seed, active, length):
     shape = (score.shape[0], budget + 1)
     int32, int64 = torch.int32, torch.int64
     dtypes = (int64, int32, int32, int64, torch.float32)
@@ -111,27 +113,29 @@ def _(logits, position, seed, temperature, top_k, top_p, min_p, raw):
 
 
 def tree_accept(
-    token: Tensor, parent: Tensor, target: Tensor, finite: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    token: Tensor, parent: Tensor, target: Tensor, finite: Tensor, logprob: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Walks from the root while the target's own token is a child of the node.
 
-    token: [B, N] int64 and parent: [B, N] int32, the tree; target: [B, N] int64 and finite: [B, N]
-    bool, from sample
+    token: [B, N] int64 and parent: [B, N] int32, the tree; target: [B, N] int64, finite: [B, N]
+    bool and logprob: [B, N] float32, from sample
     returns path [B, J] int32, node numbers, -1 from length on, J = min(N, 16); length [B] int32,
-    nodes committed and tokens emitted; tokens [B, J] int64, emitted, -1 from length on; failed [B]
-    bool: the walk met a node whose logits are not finite, and ended before it
+    nodes committed and tokens emitted; tokens [B, J] int64, emitted, -1 from length on, and their
+    log-probabilities [B, J] float32, 0 there; failed [B] bool: the walk met a node whose logits are
+    not finite, and ended before it
     """
-    return ops.tree_accept.default(token, parent, target, finite)
+    return ops.tree_accept.default(token, parent, target, finite, logprob)
 
 
 @register_fake("kdtree::tree_accept")
-def _(token, parent, target, finite):
+def _(token, parent, target, finite, logprob):
     B, N = token.shape
     J = min(N, 16)
     return (
         parent.new_empty((B, J)),
         parent.new_empty((B,)),
         token.new_empty((B, J)),
+        logprob.new_empty((B, J)),
         finite.new_empty((B,)),
     )
 

@@ -7,8 +7,11 @@ from kdtree import ops
 
 
 def tensors(token, parent, target, finite, device):
-    dtypes = (torch.int64, torch.int32, torch.int64, torch.bool)
-    columns = (token, parent, target, finite)
+    """The op's arguments; a node's log-probability is made of its number and its sequence's."""
+    dtypes = (torch.int64, torch.int32, torch.int64, torch.bool, torch.float32)
+    rows, nodes = np.shape(token)
+    logprob = np.arange(rows)[:, None] - np.arange(nodes) / 64
+    columns = (token, parent, target, finite, logprob)
     return [torch.as_tensor(c, dtype=t).to(device) for c, t in zip(columns, dtypes, strict=True)]
 
 
@@ -32,13 +35,14 @@ def accept_ref(token, parent, target, finite):
 
 def check(token, parent, target, finite, device):
     got = ops.tree_accept(*tensors(token, parent, target, finite, device))
-    path, length, tokens, failed = (x.cpu().tolist() for x in got)
+    path, length, tokens, logprob, failed = (x.cpu().tolist() for x in got)
     J = min(len(token[0]), 16)
     for b in range(len(token)):
         nodes, emitted, fails = accept_ref(token[b], parent[b], target[b], finite[b])
         pad = [-1] * (J - len(nodes))
         assert path[b] == nodes + pad and tokens[b] == emitted + pad, f"sequence {b}"
         assert length[b] == len(nodes) and failed[b] == fails, f"sequence {b}"
+        assert logprob[b] == [b - n / 64 for n in nodes] + [0] * len(pad), f"sequence {b}"
     return path, length, tokens, failed
 
 
@@ -119,7 +123,7 @@ def test_sequences_are_independent(device):
 def test_no_sequences(device):
     empty = np.zeros((0, 20))
     got = ops.tree_accept(*tensors(empty, empty, empty, empty, device))
-    assert [x.shape for x in got] == [(0, 16), (0,), (0, 16), (0,)]
+    assert [x.shape for x in got] == [(0, 16), (0,), (0, 16), (0, 16), (0,)]
 
 
 def test_registration(device):
@@ -129,17 +133,20 @@ def test_registration(device):
 
 
 def test_rejects_bad_arguments(device):
-    token, parent, target, finite = tensors(*[np.zeros((2, 4))] * 4, device)
+    token, parent, target, *others = tensors(*[np.zeros((2, 4))] * 4, device)
+    finite, logprob = others
     with pytest.raises(RuntimeError, match="parent has dtype Long, wants Int"):
-        ops.tree_accept(token, parent.long(), target, finite)
+        ops.tree_accept(token, parent.long(), target, *others)
     with pytest.raises(RuntimeError, match=r"target has shape \[2, 3\], wants \[2, 4\]"):
-        ops.tree_accept(token, parent, target[:, :3], finite)
+        ops.tree_accept(token, parent, target[:, :3], *others)
     with pytest.raises(RuntimeError, match="finite has dtype Byte, wants Bool"):
-        ops.tree_accept(token, parent, target, finite.byte())
+        ops.tree_accept(token, parent, target, finite.byte(), logprob)
+    with pytest.raises(RuntimeError, match="logprob has dtype Double, wants Float"):
+        ops.tree_accept(token, parent, target, finite, logprob.double())
     with pytest.raises(RuntimeError, match="token must be contiguous"):
-        ops.tree_accept(token.T.contiguous().T, parent, target, finite)
+        ops.tree_accept(token.T.contiguous().T, parent, target, *others)
     with pytest.raises(RuntimeError, match="token has 0 nodes, wants 1 to 64"):
-        ops.tree_accept(token[:, :0], parent, target, finite)
+        ops.tree_accept(token[:, :0], parent, target, *others)
     big = tensors(*[np.zeros((1, 65))] * 4, device)
     with pytest.raises(RuntimeError, match="token has 65 nodes, wants 1 to 64"):
         ops.tree_accept(*big)

@@ -213,11 +213,24 @@ def test_no_sequences_and_no_candidates(device, rng):
     check(*case(2, 0, 3, True, rng), 4, False, device)
 
 
+def test_root_among_the_known_tokens(device, rng):
+    score, candidate, root = (x.to(device) for x in case(3, 4, 6, False, rng))
+    known = torch.randint(1000, (3, 9), generator=rng).to(device)
+    length = torch.tensor([1, 7, 12], dtype=torch.int32, device=device)  # the last taken as 9
+    for b, at in enumerate((0, 6, 8)):
+        known[b, at] = root[b]
+    want = ops.tree_build(score, candidate, root, 20)
+    got = ops.tree_build(score, candidate, known, 20, length=length)
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("edges", [False, True])
 def test_registration(edges, device, rng):
     score, candidate, root = (x.to(device) for x in case(2, 3, 4, edges, rng))
-    opcheck(torch.ops.kdtree.tree_build, (score, candidate, root, 8, True, None))
-    opcheck(torch.ops.kdtree.tree_build, (score, candidate, root, 8, True, root > 0))
+    opcheck(torch.ops.kdtree.tree_build, (score, candidate, root, 8, True, None, None))
+    opcheck(torch.ops.kdtree.tree_build, (score, candidate, root, 8, True, root > 0, None))
+    known = root[:, None], torch.ones_like(root, dtype=torch.int32)
+    opcheck(torch.ops.kdtree.tree_build, (score, candidate, known[0], 8, True, None, known[1]))
 
 
 def test_rejects_bad_arguments(device, rng):
@@ -239,6 +252,12 @@ def test_rejects_bad_arguments(device, rng):
         ops.tree_build(score, candidate.int(), root, 4)
     with pytest.raises(RuntimeError, match=r"root has shape \[1\], wants \[2\]"):
         ops.tree_build(score, candidate, root[:1], 4)
+    with pytest.raises(RuntimeError, match=r"root has shape \[2\], wants \[2, 1\]"):
+        ops.tree_build(score, candidate, root, 4, length=root.int())
+    with pytest.raises(RuntimeError, match="length has dtype Long, wants Int"):
+        ops.tree_build(score, candidate, root[:, None], 4, length=root)
+    with pytest.raises(RuntimeError, match="root has room for none"):
+        ops.tree_build(score, candidate, root[:, None][:, :0], 4, length=root.int())
     with pytest.raises(RuntimeError, match="active has dtype Long, wants Bool"):
         ops.tree_build(score, candidate, root, 4, active=root)
     with pytest.raises(RuntimeError, match="score must be contiguous"):
