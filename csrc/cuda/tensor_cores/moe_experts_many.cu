@@ -48,7 +48,7 @@ struct PlanParams {
   int rows;  // of a group, at most
 };
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
-  __shared__ int first[kMoeExperts];
+  __shared__ alignas(16) int first[kMoeExperts];
   __shared__ int2 sums[kPlanThreads / kWarp];
   make_plan<kPlanThreads>(p.p, p.rows, first, sums);
 }
