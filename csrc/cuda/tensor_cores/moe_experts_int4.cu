@@ -33,7 +33,11 @@ __global__ void __launch_bounds__(kSumThreads)
   const int64_t at = 2 * (int64_t{blockIdx.x} * kSumThreads + threadIdx.x);
   const int64_t t = at / p.D, d = at % p.D;
   if (t >= p.T) return wait_for_previous();
-  float2 sum = {0, 0};
+  float2 sum = {0, 0}, shared = {0, 0};
+  if (p.shared) {
+    const auto* from = static_cast<const bf16*>(p.shared) + at;
+    shared = {float(from[0]), float(from[1])};
+  }
   for (int k0 = 0; k0 < p.K; k0 += kEach) {
     float weight[kEach];
     bool there[kEach];
@@ -53,10 +57,7 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int k = 0; k < kEach; ++k)
       if (there[k]) sum = {fmaf(weight[k], v[k].x, sum.x), fmaf(weight[k], v[k].y, sum.y)};
   }
-  if (p.shared) {
-    const auto* shared = static_cast<const bf16*>(p.shared) + at;
-    sum.x += float(shared[0]), sum.y += float(shared[1]);
-  }
+  if (p.shared) sum.x += shared.x, sum.y += shared.y;
   *reinterpret_cast<__nv_bfloat162*>(static_cast<bf16*>(p.y) + at) = {bf16(sum.x), bf16(sum.y)};
 }
 

@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kWarps == kFewWarps && !kShared
       for (int side = 0; side < S; ++side) {
         if (row + side >= rows) break;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) to[side * kInt4Tile + 8 * q] = acc[side][q / 2][q % 2 * 2 + i];
+        for (int q = 0; q < 4; ++q)
+          to[side * kInt4Tile + 8 * q] = acc[side][q / 2][q % 2 * 2 + i] * kInt4Unit;
       }
     }
     if (kShared && lane == 0) smem.queue.leave(warp, n + MoeQueue<1>::kAhead - 1);
