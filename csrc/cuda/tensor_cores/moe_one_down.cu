@@ -116,6 +116,7 @@ __global__ void __maxnreg__(kDownRegisters)
     down_kernel(const __grid_constant__ MoeExpertsParams p) {
   constexpr int kOutputs = kTileRows * kInt4Tile;
   auto& smem = shared_memory<Smem>();
+  let_next_begin();
   const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
   const int rows = p.D / kInt4Tile, tiles = p.F / kInt4Tile, units = p.K * kTileRows;
   const int works = ceil_div(rows, kTileRows);

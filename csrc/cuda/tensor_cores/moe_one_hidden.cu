@@ -176,6 +176,7 @@ __global__ void __maxnreg__(kHiddenRegisters)
     expect(0), expect(1);
   }
   cluster_arrive();
+  wait_for_previous();
   const auto there = [&](int item) {  // the first from `item` on of a present expert
     while (item < items && one_expert(p, item % pairs) < 0) item += step;
     return item;
@@ -248,8 +249,9 @@ void moe_hidden_one(const MoeExpertsParams& p, Stream stream) {
                              cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared));  // the next kernel's is beside it
   launch(hidden_kernel,
-         {clusters * kCluster, kThreads, smem_up_to<sizeof(Smem), kSmemSm90>(), kCluster}, stream,
-         p);
+         {clusters * kCluster, kThreads, smem_up_to<sizeof(Smem), kSmemSm90>(), kCluster,
+          true},
+         stream, p);
 }
 
 }  // namespace kdtree::cuda
