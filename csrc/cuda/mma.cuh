@@ -22,24 +22,10 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The four A registers of a word of the INT4 layout: two codes - 8 each, exact in bf16.
-// 0x4300 | code is 128 + code, whose last place is one.
-__device__ inline void int4_fragment(uint32_t word, uint32_t (&a)[4]) {
-  const __nv_bfloat162 bias = __float2bfloat162_rn(136.0f);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t code;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;"  // (word & mask) | magic
-        : "=r"(code)
-        : "r"(word >> 4 * i), "n"(0x000f000f), "n"(0x43004300));
-    const __nv_bfloat162 value = __hsub2(reinterpret_cast<const __nv_bfloat162&>(code), bias);
-    a[i] = reinterpret_cast<const uint32_t&>(value);
-  }
-}
-
-// The same in units of 1 / kInt4Unit, by fewer instructions: a nibble at the low or at the high end of
-// a byte, taken for a bf16 without its other bits, is code * 2^-133 or code * 2^-129, whether that is
-// subnormal or not; one fma brings it to its place. Sums of such products want a factor of kInt4Unit.
+// The four A registers of a word of the INT4 layout: two codes - 8 each, exact in bf16, over kInt4Unit.
+// A nibble at the low or at the high end of a byte, taken for a bf16 without its other bits, is
+// code * 2^-133 or code * 2^-129, whether that is subnormal or not; one fma brings it to its place.
+// Sums of such products want a factor of kInt4Unit.
 inline constexpr float kInt4Unit = 64;
 __device__ inline void int4_parts(uint32_t word, uint32_t (&a)[4]) {
 #pragma unroll

@@ -127,6 +127,21 @@ def test_runs_are_equal(T, I, device, rng):
         assert torch.equal(ops.int4_linear(x, packed, scale), want)
 
 
+@pytest.mark.parametrize("O, I", [(512, 2048), (8512, 2112)])
+@pytest.mark.parametrize("T", [1, 16, 40])
+def test_rows_written_just_before(T, O, I, device, rng):
+    """Kernels that begin before the one before has ended wait for what it writes."""
+    x, packed, scale, _ = case(130, O, I, torch.bfloat16, device, rng, apart=8)
+    want = ops.int4_linear(x, packed, scale)
+    slot = torch.empty_like(x[:T])
+    firsts, got = range(0, 130 - T, 3), []
+    for first in firsts:
+        slot.copy_(x[first : first + T])
+        got.append(ops.int4_linear(slot, packed, scale))
+    for first, y in zip(firsts, got, strict=True):
+        assert torch.equal(y, want[first : first + T]), first
+
+
 def test_no_rows(device, rng):
     x, packed, scale, _ = case(0, 32, 64, torch.bfloat16, device, rng)
     assert ops.int4_linear(x, packed, scale).shape == (0, 32)

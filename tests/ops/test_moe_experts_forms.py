@@ -131,3 +131,22 @@ def test_calls_at_the_same_time(device, rng):
                 got.append(ops.moe_experts(*case.args()))
     torch.cuda.synchronize()
     assert all(torch.equal(y, want[i % len(cases)]) for i, y in enumerate(got))
+
+
+@pytest.mark.parametrize("T", [1, 3, 33])
+@pytest.mark.parametrize("F", [96, 544])
+def test_operands_written_just_before(T, F, device, rng):
+    """Kernels that begin before the one before has ended wait for what it writes."""
+    case = case_of(2080, F, 11, 8, device, rng)
+    operands = case.x, case.ids, case.weights, case.shared
+    want = ops.moe_experts(*case.args())
+    slot = [torch.empty_like(each[:T]) for each in operands]
+    banks = case.args()[3:7]
+    got = []
+    firsts = range(0, len(want) - T, max(1, len(want) // 30))
+    for first in firsts:
+        for to, each in zip(slot, operands, strict=True):
+            to.copy_(each[first : first + T])
+        got.append(ops.moe_experts(*slot[:3], *banks, slot[3]))
+    for first, y in zip(firsts, got, strict=True):
+        assert torch.equal(y, want[first : first + T]), first

@@ -22,4 +22,12 @@ inline bool device_has_wgmma() {
   return device_has(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
+// Shared memory of a block, in bytes, of which an SM has room for no more blocks than its even share of
+// `blocks`: those of a kernel that begins early would land where the kernel before has left room.
+inline int even_smem(int64_t blocks) {
+  constexpr int kReserved = 1024;  // of a block, by the system
+  const int share = static_cast<int>((blocks - 1) / processors() + 1);
+  return device_has(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (share + 1) + 1 - kReserved;
+}
+
 }  // namespace kdtree::cuda

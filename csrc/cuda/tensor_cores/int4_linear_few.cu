@@ -2,7 +2,8 @@
 //
 // The same sums as int4_linear_mma's.
 //
-// Grid    x: a block a tile row, a warp each of its runs (product.cuh): no cluster has to meet.
+// Grid    x: a block a tile row, a warp each of its runs (product.cuh): no cluster has to meet. The
+//         kernel begins early; an SM has room for two blocks, their even share.
 // Tiling  steps of kTiles tiles of every run, kStages of them in shared memory, brought by the copy
 //         engine at the command of a warp of its own, four copies a step: the runs are a dimension
 //         of the tensors.
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__((kMaxRuns + 1) * kWarp, 1)
   const int warp = threadIdx.x / kWarp, steps = p.run / (kTiles * kInt4Tile);
   const bool fills = threadIdx.x == p.runs * kWarp;
   const Int4Stages at(shared_address(boxes), p.runs);
+  wait_for_previous();
   Ring<kStages> ring{at.barriers};
   if (fills) {  // the first steps need not wait for the block
     ring.init(p.runs);
@@ -134,6 +136,7 @@ __global__ void __launch_bounds__((kMaxRuns + 1) * kWarp, 1)
     multiply_run(at, ring, warp, p.runs, steps, sum);
   else if (fills)
     fill_stages(job, at, ring, kStages, steps);
+  let_next_begin();
   __syncthreads();  // all stages have been read
   if (warp < p.runs) {
     in_whole_codes(sum);
@@ -165,7 +168,8 @@ bool int4_linear_few(Product p, Stream stream) {
                         .swizzle = CU_TENSOR_MAP_SWIZZLE_128B}))
     return false;
   const Grid grid{static_cast<unsigned>(blocks), static_cast<unsigned>((runs.count + 1) * kWarp),
-                  smem_up_to<smem_of(kMaxRuns), kSmemSm90>(smem_of(runs.count))};
+                  smem_up_to<smem_of(kMaxRuns), kSmemSm90>(smem_of(runs.count)), 1,
+                  true};
   launch(int4_linear_few_kernel, grid, stream, job);
   return true;
 }

@@ -4,7 +4,8 @@
 // then sum = fma(scale, group, sum), so that the weight is exact and a scale costs one fma a sum.
 //
 // Grid    x: blocks of kWarps tile rows x kBN rows, rows first, so that neighbours share weights in
-//         L2, times the blocks of a cluster, a run each (product.cuh).
+//         L2, times the blocks of a cluster, a run each (product.cuh). The kernel begins early, an
+//         SM having room for its share of blocks alone.
 // Tiling  steps of kTiles tiles, kStages of them in shared memory, filled by asynchronous copies: a
 //         warp copies its own tile row, all warps the rows of x. A 16-byte load is four A fragments.
 // Smem    the stages; in the same place the block's sums, which its cluster reads.
@@ -12,6 +13,8 @@
 // Floor   O * I * (1/2 + 1/16) bytes: 7168 -> 18432 is 74 MB, 17 us at 4.4 TB/s (H200). A tile is
 //         some 62 instructions of a warp at 8 rows, and 13 more for each further 8 rows.
 // Needs   w on 16 bytes; where x or the scales are not, elements are loaded one by one.
+#include <algorithm>
+
 #include "int4_product.cuh"
 
 namespace kdtree::cuda {
@@ -100,6 +103,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     int4_linear_mma_kernel(const __grid_constant__ Product p) {
   constexpr int kStages = Tile::kStages, kTiles = Tile::kTiles;
   extern __shared__ __align__(16) char smem[];
+  wait_for_previous();
   const int tile = blockIdx.x / cluster_blocks(), warp = threadIdx.x / kWarp;
   const int t0 = tile % p.n_tiles * Tile::kBN, o0 = tile / p.n_tiles * Tile::kBM;
   const int run_tiles = p.run / kInt4Tile, first = cluster_rank() * run_tiles;
@@ -126,6 +130,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     use = use + 1 == kStages ? 0 : use + 1;
   }
   copy_wait<0>();
+  let_next_begin();
   __syncthreads();
   float* sums = reinterpret_cast<float*>(smem);
   in_whole_codes(sum);
@@ -136,7 +141,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 template <class Tile>
 void launch_tile(Product p, Stream stream) {
   const Division d = divide<Tile>(p, kMaxRuns);
-  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<Tile::kSmem>(), d.cluster};
+  const int smem = std::clamp(even_smem(d.blocks), Tile::kSmem, kSmemEverywhere);
+  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<kSmemEverywhere>(smem), d.cluster, true};
   const bool vectors = aligned<Bf16>(p.x, p.x_row) && aligned<Bf16>(p.scale, 0);
   dispatch(vectors, [&](auto v) { launch(int4_linear_mma_kernel<Tile, v>, grid, stream, p); });
 }

@@ -4,7 +4,8 @@
 // sum = fma(scale, group, sum).
 //
 // Grid    x: blocks of 4 tile rows x kBN rows, rows first, so that neighbours share weights in L2,
-//         times the blocks of a cluster, a run each (product.cuh).
+//         times the blocks of a cluster, a run each (product.cuh). The kernel begins early, an SM
+//         having room for its share of blocks alone.
 // Tiling  steps of kTiles tiles, kStages of them in shared memory, brought by the copy engine at the
 //         command of one lane, of each warp in turn; a warp turns a tile's codes into two A
 //         operands in registers, a warpgroup multiplies four tiles; while two products run, the
@@ -15,6 +16,8 @@
 // Floor   O * I * (1/2 + 1/16) bytes: 7168 -> 18432 is 74 MB, 17 us at 4.3 TB/s (H200). A tile is
 //         some 70 instructions of a warp and one for each row.
 // Needs   w, x, its rows and the scales on 16 bytes, I a multiple of 64.
+#include <algorithm>
+
 #include "int4_product.cuh"
 #include "int4_wgmma.cuh"
 #include "tensor_map.cuh"
@@ -147,9 +150,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     Ring<Tile::kStages>{smem + Tile::kBarriers}.init(kWarps);
   }
   __syncthreads();
+  wait_for_previous();
   Sums<2, Tile::kNT> sum;
   clear(sum);
   multiply_run<Tile>(job, smem, t0, o0 / kInt4Tile, first, tiles, sum);
+  let_next_begin();
   __syncthreads();  // all stages have been read
   float* sums = reinterpret_cast<float*>(boxes);
   in_whole_codes(sum);
@@ -160,7 +165,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 template <class Tile>
 bool launch_tile(Product p, Stream stream) {
   const Division d = divide<Tile>(p, kMaxRuns);
-  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<Tile::kSmem, kSmemSm90>(), d.cluster};
+  const int smem = std::clamp(even_smem(d.blocks), Tile::kSmem, kSmemSm90);
+  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<kSmemSm90, kSmemSm90>(smem), d.cluster, true};
   const uint64_t tiles = p.I / kInt4Tile, tile_rows = p.O / kInt4Tile;
   const uint64_t row = (p.T > 1 ? p.x_row : p.I) * sizeof(Bf16);
   Int4TensorProduct job{.p = p};

@@ -4,7 +4,7 @@
 // one run after another. Its copies are N stages of S x K tiles ahead of its products, across the
 // ends of runs, so that memory never waits for sums to be met or rows to be found; rows are a stage
 // ahead, in registers. What a stage costs besides its products is kept to some 25 instructions: a
-// product takes 64 a tile, and as much time as the tile's bytes.
+// product takes 56 a tile, and nearly as much time as the tile's bytes.
 #pragma once
 
 #include "int4_tile.cuh"

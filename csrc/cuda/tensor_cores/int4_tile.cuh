@@ -1,6 +1,6 @@
 // An INT4 tile (32 outputs x 32 inputs) times rows of bf16, on tensor cores.
 //
-//   acc = fma(scale, (codes - 8) . x, acc), in float32
+//   acc = fma(scale, (codes - 8) / kInt4Unit . x, acc), in float32
 //
 // The codes less 8 are exact in bf16; two mma add a tile's 32 products from zero on.
 #pragma once
@@ -73,8 +73,8 @@ struct Int4Tile {
   float scale[2][2];    // of outputs 16 * m + g, and + 8
 
   __device__ Int4Tile(const uint4& code, uint32_t scale0, uint32_t scale1) {
-    int4_fragment(code.x, a[0][0]), int4_fragment(code.y, a[0][1]);
-    int4_fragment(code.z, a[1][0]), int4_fragment(code.w, a[1][1]);
+    int4_parts(code.x, a[0][0]), int4_parts(code.y, a[0][1]);
+    int4_parts(code.z, a[1][0]), int4_parts(code.w, a[1][1]);
     scale[0][0] = __uint_as_float(scale0 << 16), scale[0][1] = __uint_as_float(scale0 & 0xffff0000);
     scale[1][0] = __uint_as_float(scale1 << 16), scale[1][1] = __uint_as_float(scale1 & 0xffff0000);
   }

@@ -6,9 +6,9 @@
 // Grid    few rows an expert: moe_few_hidden.cu and moe_few_down.cu; many: moe_experts_many.cu,
 //         or on sm_90a moe_experts_sm90.cu.
 //         Then weighted_sum_kernel, a thread per two elements of y. One row, F at most 512, on an
-//         H200: moe_one_hidden.cu and moe_one_down.cu, which adds up. Each kernel but the first
-//         begins before the one before has ended. Every block sorts the pairs (t, k) by expert for
-//         itself, or where they are many a kernel does so once.
+//         H200: moe_one_hidden.cu and moe_one_down.cu, which adds up. Each kernel of few
+//         rows begins before the one before has ended. Every block sorts the pairs (t, k) by expert
+//         for itself, or where they are many a kernel does so once.
 // Reads   of the sum: 4 T K D bytes, from L2 where T is small; 15 MB at T = 64 of Kimi K2.
 // Floor   the touched experts' weights: 24.8 MB each for Kimi K2 (D = 7168, F = 2048), so 198 MB at
 //         T = 1, K = 8, 44 us at 4.55 TB/s (an H200's read bandwidth).
@@ -31,9 +31,14 @@ __global__ void __launch_bounds__(kSumThreads)
     weighted_sum_kernel(const __grid_constant__ MoeExpertsParams p) {
   constexpr int kEach = 8;  // experts whose results are on their way at once
   const int64_t at = 2 * (int64_t{blockIdx.x} * kSumThreads + threadIdx.x);
+  let_next_begin();
   const int64_t t = at / p.D, d = at % p.D;
   if (t >= p.T) return wait_for_previous();
-  float2 sum = {0, 0};
+  float2 sum = {0, 0}, shared = {0, 0};
+  if (p.shared) {
+    const auto* from = static_cast<const bf16*>(p.shared) + at;
+    shared = {float(from[0]), float(from[1])};
+  }
   for (int k0 = 0; k0 < p.K; k0 += kEach) {
     float weight[kEach];
     bool there[kEach];
@@ -53,10 +58,7 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int k = 0; k < kEach; ++k)
       if (there[k]) sum = {fmaf(weight[k], v[k].x, sum.x), fmaf(weight[k], v[k].y, sum.y)};
   }
-  if (p.shared) {
-    const auto* shared = static_cast<const bf16*>(p.shared) + at;
-    sum.x += float(shared[0]), sum.y += float(shared[1]);
-  }
+  if (p.shared) sum.x += shared.x, sum.y += shared.y;
   *reinterpret_cast<__nv_bfloat162*>(static_cast<bf16*>(p.y) + at) = {bf16(sum.x), bf16(sum.y)};
 }
 

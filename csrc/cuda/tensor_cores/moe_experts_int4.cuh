@@ -5,7 +5,7 @@
 // tiles; the runs are added in order, from zero on. A down output's inputs are one chain.
 #pragma once
 
-#include "../common.cuh"
+#include "../mma.cuh"
 
 namespace kdtree::cuda {
 
@@ -22,6 +22,12 @@ inline int moe_processors() {
   check(cudaGetDevice(&device));
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   return count;
+}
+
+// A feature of hidden, of its sums over kInt4Unit.
+__device__ inline __nv_bfloat16 gated(float gate, float up) {
+  gate *= kInt4Unit, up *= kInt4Unit;
+  return __nv_bfloat16(gate / (1 + expf(-gate)) * up);
 }
 
 void moe_experts_int4(const MoeExpertsParams& p, Stream stream);

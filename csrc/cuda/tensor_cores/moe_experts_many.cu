@@ -48,12 +48,10 @@ struct PlanParams {
   int rows;  // of a group, at most
 };
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
-  __shared__ int first[kMoeExperts];
+  __shared__ alignas(16) int first[kMoeExperts];
   __shared__ int2 sums[kPlanThreads / kWarp];
   make_plan<kPlanThreads>(p.p, p.rows, first, sums);
 }
-
-__device__ float silu(float x) { return x / (1 + expf(-x)); }
 
 // What a block multiplies: up to NT * 8 rows, those of a group, by the tile rows at `place`.
 template <bool kHidden, int NT>
@@ -186,8 +184,8 @@ struct Block {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const float4 up = smem.up[warp][j / 2][m][lane];
-          to[16 * m] = bf16(silu(total[j / 2][m][j % 2]) * (j % 2 ? up.y : up.x));
-          to[16 * m + 8] = bf16(silu(total[j / 2][m][j % 2 + 2]) * (j % 2 ? up.w : up.z));
+          to[16 * m] = gated(total[j / 2][m][j % 2], j % 2 ? up.y : up.x);
+          to[16 * m + 8] = gated(total[j / 2][m][j % 2 + 2], j % 2 ? up.w : up.z);
         }
       }
     __syncthreads();  // up's sums have been read
@@ -201,7 +199,7 @@ struct Block {
       if (r >= group.count) continue;
       float* to = p.partial + int64_t{pair_of(r)} * p.D + tile_row * kInt4Tile + lane / 4;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) to[8 * q] = sum[j / 2][q / 2][q % 2 * 2 + j % 2];
+      for (int q = 0; q < 4; ++q) to[8 * q] = sum[j / 2][q / 2][q % 2 * 2 + j % 2] * kInt4Unit;
     }
   }
 

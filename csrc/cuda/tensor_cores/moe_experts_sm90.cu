@@ -13,8 +13,8 @@
 // Reads   an expert's weights once per group of its rows; rows once per 192 or 384 outputs, from L2.
 // Floor   6 T K D F flops: at 2048 rows of Kimi K2 (K = 8) 1.44e12, 2.1 ms at 690 TFLOP/s (an H200);
 //         the weights of all 384 experts take 2.1 ms. What this form can reach is 3.2 ms: a product
-//         of 64 x 48 x 32 takes an SM 48 cycles, but costs a scheduler 57 instructions (24 of them
-//         fma, 22 to make bf16 of codes) and 33 cycles in which A's registers are handed over.
+//         of 64 x 48 x 32 takes an SM 48 cycles, but costs a scheduler 53 instructions (24 of them
+//         fma, 18 to make bf16 of codes) and 33 cycles in which A's registers are handed over.
 // Needs   packed weights, scales and rows on 16 bytes.
 #include "device.cuh"
 #include "moe_sm90.cuh"
@@ -148,8 +148,8 @@ struct Reader {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         uint32_t fragment[2][4];
-        int4_fragment(m ? code.z : code.x, fragment[0]);
-        int4_fragment(m ? code.w : code.y, fragment[1]);
+        int4_parts(m ? code.z : code.x, fragment[0]);
+        int4_parts(m ? code.w : code.y, fragment[1]);
         if (i > j) wgmma_wait<1>(), add(m);
 #pragma unroll
         for (int r = 0; r < 8; ++r) a[m][r] = fragment[r / 4][r % 4];
@@ -208,8 +208,8 @@ struct Reader {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         const float4 g = job.smem.total[m * NT + n][gate], u = job.smem.total[m * NT + n][up];
-        row[16 * m] = bf16(silu(i % 2 ? g.y : g.x) * (i % 2 ? u.y : u.x));
-        row[16 * m + 8] = bf16(silu(i % 2 ? g.w : g.z) * (i % 2 ? u.w : u.z));
+        row[16 * m] = gated(i % 2 ? g.y : g.x, i % 2 ? u.y : u.x);
+        row[16 * m + 8] = gated(i % 2 ? g.w : g.z, i % 2 ? u.w : u.z);
       }
     }
     meet();  // and have been read
@@ -225,7 +225,7 @@ struct Reader {
       float* row = to + pair_of(pairs, r) * job.p.D;
       if (r >= count || warp >= share.warps) continue;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) row[8 * q] = sum[q / 2][i / 2][q % 2 * 2 + i % 2];
+      for (int q = 0; q < 4; ++q) row[8 * q] = sum[q / 2][i / 2][q % 2 * 2 + i % 2] * kInt4Unit;
     }
   }
 };

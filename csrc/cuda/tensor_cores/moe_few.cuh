@@ -19,7 +19,7 @@ struct CommonSmem {
   MoeGroup group[kMoePairs];
   int pair[kMoePairs];
   int2 plan[kWarps];
-  int first[kMoeExperts];
+  alignas(16) int first[kMoeExperts];
   MoePlan work;
   MoeQueue<kTeams> queue;
 };

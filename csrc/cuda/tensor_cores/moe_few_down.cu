@@ -26,7 +26,7 @@ __device__ void load_hidden(const bf16* from, uint32_t (&b)[4]) {
 }
 
 template <int kWarps, int S, int K, int N, bool kShared>
-__global__ void __launch_bounds__(kWarps* kWarp, kWarps == kFewWarps && !kShared && S == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kWarps* kWarp, kWarps == kFewWarps && !kShared ? 2 : 1)
     down_kernel(const __grid_constant__ MoeExpertsParams p) {
   auto& smem = shared_memory<CommonSmem<kWarps, kWarps, S, K, N>>();
   let_next_begin();
@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kWarps == kFewWarps && !kShared
       for (int side = 0; side < S; ++side) {
         if (row + side >= rows) break;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) to[side * kInt4Tile + 8 * q] = acc[side][q / 2][q % 2 * 2 + i];
+        for (int q = 0; q < 4; ++q)
+          to[side * kInt4Tile + 8 * q] = acc[side][q / 2][q % 2 * 2 + i] * kInt4Unit;
       }
     }
     if (kShared && lane == 0) smem.queue.leave(warp, n + MoeQueue<1>::kAhead - 1);
@@ -108,13 +109,10 @@ void moe_down_few(const MoeExpertsParams& p, Stream stream) {
       launch_down<kFewWarps, 1, 4, 4, false>(p, stream, beside ? sms : 2 * sms);
     else
       launch_down<kFewWarps, 1, 8, 2, false>(p, stream, beside ? sms : 2 * sms);
-  } else if (many_warps_fit()) {
-    if (tiles <= kShort)
-      launch_down<kManyWarps, 2, 4, 2, false>(p, stream, sms);
-    else
-      launch_down<kManyWarps, 1, 8, 2, true>(p, stream, sms);
   } else if (tiles <= kShort) {
     launch_down<kFewWarps, 2, 4, 2, false>(p, stream, 2 * sms);
+  } else if (many_warps_fit()) {
+    launch_down<kManyWarps, 1, 8, 2, true>(p, stream, sms);
   } else {
     launch_down<kFewWarps, 1, 8, 2, true>(p, stream, 2 * sms);
   }

@@ -2,7 +2,8 @@
 //
 //   h[t, k] = silu(gate[ids[t, k]] x[t]) * (up[ids[t, k]] x[t]), rounded to bf16
 //
-// Grid    a block of sixteen warps a processor, or two of eight where a block may not have so much
+// Grid    a block of sixteen warps a processor, or two of eight where F is at most 512, so that down's
+//         first blocks find room before the last of these end, or where a block may not have so much
 //         shared memory. A block's teams take up its items (group of up to 8 rows of an expert,
 //         tile row of 32 outputs) as they come to them. Where there are few items all warps of a
 //         block, or of a cluster of two, take one together.
@@ -18,8 +19,8 @@
 //         KB, or 98 KB of eight warps.
 // Reads   a touched expert's weights once per group of its rows (from HBM once); rows, from L2,
 //         once per 32 outputs.
-// Floor   see moe_experts_int4.cu. A tile's 1024 codes take 64 instructions of a warp and some 6 of
-//         what surrounds them, at best 18 cycles of a processor; its bytes take 31 at 1.75 GHz.
+// Floor   see moe_experts_int4.cu. A tile's 1024 codes take 56 instructions of a warp and some 6 of
+//         what surrounds them, at best 16 cycles of a processor; its bytes take 31 at 1.75 GHz.
 // Needs   packed weights on 16 bytes; rows and scales may start anywhere; sm_90 or later.
 #include "moe_few.cuh"
 
@@ -50,8 +51,6 @@ __device__ int exchanged(int output, int row) {
   return output * kRows + (row ^ output / 4 % 4 * 2);
 }
 
-__device__ float silu(float x) { return x / (1 + expf(-x)); }
-
 // The B fragments of a tile, from this lane's row at its inputs 2t; kPairs: by 4 bytes, where rows
 // stand on those.
 template <bool kPairs>
@@ -62,7 +61,7 @@ __device__ void load_rows(const bf16* from, uint32_t (&b)[4]) {
       b[j] = load_now(reinterpret_cast<const uint32_t*>(from + 8 * j));
     } else {
       const auto* half = reinterpret_cast<const uint16_t*>(from + 8 * j);
-      b[j] = __ldg(half) | uint32_t{__ldg(half + 1)} << 16;
+      b[j] = half[0] | uint32_t{half[1]} << 16;
     }
   }
 }
@@ -84,7 +83,8 @@ __device__ void meet(int team) {
 }
 
 template <int kWarps, int R, int C, int S, int K, int N, bool kPairs>
-__global__ void __launch_bounds__(kWarps* kWarp, S == 1 && kPairs ? 2 : 1)
+__global__ void __launch_bounds__(kWarps* kWarp,
+                                  kWarps == kFewWarps && kPairs && (S == 1 || R > kMoeRuns) ? 2 : 1)
     hidden_kernel(const __grid_constant__ MoeExpertsParams p) {
   using Share = Share<kWarps, R, C, S, K, N>;
   constexpr int kTeam = Share::kTeam, kTeams = Share::kTeams, kPart = Share::kPart;
@@ -97,17 +97,21 @@ __global__ void __launch_bounds__(kWarps* kWarp, S == 1 && kPairs ? 2 : 1)
     barrier_init_fence();
     barrier_expect(barrier, sizeof(smem.exchange));
   }
+  wait_for_previous();
   const MoePlan& work = plan<kWarps * kWarp>(p, smem);
   if (C > 1) cluster_arrive<true>();
   const int rows = p.F / kInt4Tile, tiles = p.D / kInt4Tile;
   const int team = warp / kTeam, matrix = S == 1 ? warp % kTeam / Share::kRuns : 0;
-  const int length = ceil_div(tiles, R), run = rank * Share::kRuns + warp % Share::kRuns;
+  const auto run_of = [&](int warp) { return rank * Share::kRuns + warp % Share::kRuns; };
+  const int length = ceil_div(tiles, R), run = run_of(warp);
   const int begin = min(run * length, tiles), count = min(length, tiles - begin);
 
   const auto item_at = [&](int n) {  // the team's n-th item: group * rows + tile row
     const int i = kTeams > 1 ? smem.queue.take(team, n) : n;
     return static_cast<int>(blockIdx.x / C + i * (gridDim.x / C));
   };
+  // The n-th, found anew where that takes no queue: registers are short.
+  const auto again = [&](int item, int n) { return kTeams > 1 ? item : item_at(n); };
   const auto there = [&](int item) { return item < work.groups * rows; };
   int copied = 0;
   const auto next = [&](int& tile, int& apart) {
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, S == 1 && kPairs ? 2 : 1)
       }
       static_cast<bf16*>(p.hidden)[int64_t{work.pair[group.first + r]} * p.F +
                                    item % rows * kInt4Tile + lane_place(rank * kPart + output)] =
-          bf16(silu(gate) * up);
+          gated(gate, up);
     }
   };
 
@@ -160,13 +164,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, S == 1 && kPairs ? 2 : 1)
     else
       meet<kTeam, kTeams>(team);  // all have taken up the sums before
     const int lane = thread_now() % kWarp;
+    const int run_now = kTeams > 1 ? run : run_of(thread_now() / kWarp);
 #pragma unroll
     for (int side = 0; side < S; ++side)
 #pragma unroll
       for (int q = 0; q < 4; ++q) {  // outputs 8 * q + g, rows 2t and 2t + 1
         const int output = q * 8 + lane / 4;
         float* to =
-            &smem.exchange[team][matrix + side][run][exchanged(output % kPart, lane % 4 * 2)];
+            &smem.exchange[team][matrix + side][run_now][exchanged(output % kPart, lane % 4 * 2)];
         const float2 v = {acc[side][q / 2][q % 2 * 2], acc[side][q / 2][q % 2 * 2 + 1]};
         if constexpr (C > 1)
           store_async(to, &smem.barrier, output / kPart, v);
@@ -179,9 +184,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, S == 1 && kPairs ? 2 : 1)
       barrier_wait(barrier, 0);
     else
       meet<kTeam, kTeams>(team);
-    finish(item);
+    finish(again(item, n));
     if (C > 1) return;  // there are as many clusters as items
-    item = after;
+    item = again(after, n + 1);
   }
   if (C > 1) cluster_wait();
 }
@@ -191,7 +196,8 @@ void launch_hidden(const MoeExpertsParams& p, Stream stream, bool pairs, int64_t
   using Smem = typename Share<kWarps, R, C, S, K, N>::Smem;
   const int64_t most = C > 1 ? items : moe_processors() * int64_t{2 * kFewWarps / kWarps};
   const unsigned clusters = items < most ? items : most;
-  const Grid grid{clusters * C, kWarps * kWarp, smem_up_to<sizeof(Smem), kLimit<Smem>>(), C};
+  const Grid grid{clusters * C, kWarps * kWarp, smem_up_to<sizeof(Smem), kLimit<Smem>>(), C,
+                  true};
   dispatch(pairs, [&](auto pairs) {
     if constexpr (pairs || kWarps == kFewWarps)
       launch(hidden_kernel<kWarps, R, C, S, K, N, pairs.value>, grid, stream, p);
@@ -213,7 +219,6 @@ void moe_hidden_few(const MoeExpertsParams& p, Stream stream) {
     return launch_hidden<kFewWarps, R, 1, 2, 4, 2>(p, stream, pairs, items);
   }
   if (items <= sms) return launch_hidden<kFewWarps, 2 * R, 2, 1, 4, 4>(p, stream, pairs, items);
-  if (many) return launch_hidden<kManyWarps, 2 * R, 1, 2, 4, 2>(p, stream, pairs, items);
   launch_hidden<kFewWarps, 2 * R, 1, 2, 4, 2>(p, stream, pairs, items);
 }
 

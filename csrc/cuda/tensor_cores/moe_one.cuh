@@ -14,7 +14,7 @@ constexpr int kHiddenRegisters = 56, kDownRegisters = 72;
 
 // The expert of pair k, or -1.
 __device__ inline int one_expert(const MoeExpertsParams& p, int k) {
-  const int e = __ldg(p.ids + k);
+  const int e = p.ids[k];
   return e < p.E ? e : -1;
 }
 

@@ -1,10 +1,10 @@
 // The second half of moe_experts for one row of few hidden features.
 //
-//   y[t] = sum over k in order of weights[t, k] * (down[ids[t, k]] h[t, k]), + shared[t]
+//   y = sum over k in order of weights[k] * (down[ids[k]] h[k]), + shared
 //
-// Grid    a block a processor. It takes one work (one or two tile rows of 32 outputs, row t) after
-//         another and multiplies by all experts of the row, so that it can add them up. It begins
-//         beside the kernel before, whose end finds its first weights in shared memory.
+// Grid    a block a processor. It takes one work (one or two tile rows of 32 outputs) after another
+//         and multiplies by all experts of the row, so that it can add them up. It begins beside the
+//         kernel before, whose end finds its first weights in shared memory.
 // Tiling  a warp multiplies a tile row of an expert: a run is all inputs.
 // Smem    per warp a ring of 8 tiles, and the sums: 78 KB, which a processor has beside hidden's.
 // Reads   down of a pair's expert, from HBM once; h, from L2, once a tile row.
@@ -46,6 +46,7 @@ class Copies {
         s_(static_cast<const uint4*>(scale)),
         columns_(columns),
         next_(next) {
+    begin();
 #pragma unroll 1  // what runs once waits for its instructions
     for (int s = 0; s < kStages; ++s) pop();
   }
@@ -56,10 +57,6 @@ class Copies {
   }
   __device__ void pop() {  // gives it back; it is filled anew
     __syncwarp();          // all lanes have read it
-    if (left_ == 0 && tile_ >= 0) {
-      tile_ = next_();
-      left_ = tile_ >= 0 ? columns_ : 0;
-    }
     constexpr int kVector = sizeof(uint4), kChunks = sizeof(Stage::scale[0]) / kVector;
     const int lane = threadIdx.x % kWarp, n = min(left_, kDepth);
     const uint32_t to = stages_ + slot_ * int{sizeof(Stage)} + lane * kVector;
@@ -72,9 +69,15 @@ class Copies {
     copy_commit();  // of nothing, at the end: what is awaited is counted
     tile_ += n, left_ -= n;
     slot_ = slot_ + 1 == kStages ? 0 : slot_ + 1;
+    if (n > 0 && left_ == 0) begin();
   }
 
  private:
+  __device__ void begin() {
+    tile_ = next_();
+    left_ = tile_ >= 0 ? columns_ : 0;
+  }
+
   uint32_t stages_;
   const uint4 *w_, *s_;
   int columns_;
@@ -103,7 +106,7 @@ __device__ void multiply(uint32_t tile, uint32_t scale0, uint32_t scale1, const 
       .multiply(b, acc);
 }
 
-// A tile row of a pair: of which work of the block (a row t, kTileRows tile rows), which of them.
+// A tile row of an expert: of which work of the block (kTileRows tile rows), which of them.
 struct Unit {
   int work, at;  // at: k * kTileRows + tile row
 };
@@ -113,44 +116,49 @@ __global__ void __maxnreg__(kDownRegisters)
     down_kernel(const __grid_constant__ MoeExpertsParams p) {
   constexpr int kOutputs = kTileRows * kInt4Tile;
   auto& smem = shared_memory<Smem>();
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  let_next_begin();
+  const int thread = threadIdx.x, warp = thread / kWarp, lane = thread % kWarp;
   const int rows = p.D / kInt4Tile, tiles = p.F / kInt4Tile, units = p.K * kTileRows;
-  const int works = ceil_div(rows, kTileRows) * p.T;
-  const auto row_of = [&](Unit u) { return u.work / p.T * kTileRows + u.at % kTileRows; };
-  const auto pair_of = [&](Unit u) { return u.work % p.T * p.K + u.at / kTileRows; };
+  const int works = ceil_div(rows, kTileRows);
+  const auto row_of = [&](Unit u) { return u.work * kTileRows + u.at % kTileRows; };
   const auto there = [&](Unit u) {  // the first from u on with something to multiply
     while (u.work < works) {
       if (u.at >= units)
         u = {u.work + int(gridDim.x), warp};
-      else if (row_of(u) < rows && one_expert(p, pair_of(u)) >= 0)
+      else if (row_of(u) < rows && one_expert(p, u.at / kTileRows) >= 0)
         break;
       else
         u.at += kWarps;
     }
     return u;
   };
+  const auto next_of = [&](Unit u) { return there({u.work, u.at + kWarps}); };
   Unit copied = {int(blockIdx.x), warp};
   const auto next = [&] {
     const Unit u = there(copied);
     copied = {u.work, u.at + kWarps};
-    return u.work < works ? (one_expert(p, pair_of(u)) * rows + row_of(u)) * tiles : -1;
+    return u.work < works ? (one_expert(p, u.at / kTileRows) * rows + row_of(u)) * tiles : -1;
   };
   Copies<decltype(next)> copies(smem.stage[warp], p.down, p.down_scale, tiles, next);
-  wait_for_previous();  // for hidden
 
   const auto hidden_of = [&](Unit u) {  // beyond the last, any
-    return static_cast<const bf16*>(p.hidden) + int64_t{u.work < works ? pair_of(u) : 0} * p.F;
+    return static_cast<const bf16*>(p.hidden) + (u.work < works ? u.at / kTileRows * p.F : 0);
   };
-  Unit unit = there({int(blockIdx.x), warp});
+  if (thread < p.K) {
+    smem.there[thread] = one_expert(p, thread) >= 0;
+    smem.weight[thread] = __ldg(p.weights + thread);
+  }
+  Unit unit = there({int(blockIdx.x), warp}), after = next_of(unit);
   const bf16* x = hidden_of(unit);
+  wait_for_previous();  // for hidden
   uint4 h = load_hidden(x, tiles);
   for (int work = blockIdx.x; work < works; work += gridDim.x) {
-    const int first = work % p.T * p.K;  // pair
-    const int thread = threadIdx.x, id = thread < p.K ? one_expert(p, first + thread) : -1;
-    const float weight = thread < p.K ? __ldg(p.weights + first + thread) : 0;
+    const int output = work * kOutputs + thread;
+    const bool mine = thread < kOutputs && output < p.D;
+    const float shared =
+        mine && p.shared ? float(static_cast<const bf16*>(p.shared)[output]) : -0.0f;
     while (unit.work == work) {
       float acc[2][4] = {};
-      const Unit after = there({unit.work, unit.at + kWarps});
       uint32_t stage = 0, scale[4];
 #pragma unroll 1
       for (int begin = 0; begin < tiles; begin += kAtOnce) {
@@ -174,20 +182,17 @@ __global__ void __maxnreg__(kDownRegisters)
       if (lane % 4 == 0) {  // row 0
         float* to = &smem.sum[unit.at / kTileRows][unit.at % kTileRows * kInt4Tile + lane / 4];
 #pragma unroll
-        for (int q = 0; q < 4; ++q) to[8 * q] = acc[q / 2][q % 2 * 2];
+        for (int q = 0; q < 4; ++q) to[8 * q] = acc[q / 2][q % 2 * 2] * kInt4Unit;
       }
-      unit = after;
+      unit = after, after = next_of(unit);
     }
-    if (thread < p.K) smem.weight[thread] = weight, smem.there[thread] = id >= 0;
     __syncthreads();
-    const int output = work / p.T * kOutputs + thread;
-    if (thread < kOutputs && output < p.D) {
-      const int64_t at = int64_t{work % p.T} * p.D + output;
+    if (mine) {
       float sum = 0;
       for (int k = 0; k < p.K; ++k)
         if (smem.there[k]) sum = fmaf(smem.weight[k], smem.sum[k][thread], sum);
-      if (p.shared) sum += float(static_cast<const bf16*>(p.shared)[at]);
-      static_cast<bf16*>(p.y)[at] = bf16(sum);
+      if (p.shared) sum += shared;
+      static_cast<bf16*>(p.y)[output] = bf16(sum);
     }
     __syncthreads();  // all have read the sums
   }
@@ -197,8 +202,8 @@ static_assert(kAtOnce % kDepth == 0);
 
 template <int kTileRows>
 void launch_down(const MoeExpertsParams& p, Stream stream) {
-  const int64_t works = int64_t{ceil_div(p.D / kInt4Tile, kTileRows)} * p.T;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(works, moe_processors()));
+  const int works = ceil_div(p.D / kInt4Tile, kTileRows);
+  const unsigned blocks = std::min(works, moe_processors());
   launch(down_kernel<kTileRows>, {blocks, kWarps * kWarp, smem_up_to<sizeof(Smem)>(), 1, true},
          stream, p);
 }
@@ -206,7 +211,7 @@ void launch_down(const MoeExpertsParams& p, Stream stream) {
 }  // namespace
 
 void moe_down_one(const MoeExpertsParams& p, Stream stream) {
-  p.D / kInt4Tile * p.T > moe_processors() ? launch_down<2>(p, stream) : launch_down<1>(p, stream);
+  p.D / kInt4Tile > moe_processors() ? launch_down<2>(p, stream) : launch_down<1>(p, stream);
 }
 
 }  // namespace kdtree::cuda

@@ -117,13 +117,11 @@ class Ring {
   uint32_t parity_ = 0;
 };
 
-__device__ float silu(float x) { return x / (1 + expf(-x)); }
-
 // acc += 16 outputs (a lane's two words of a tile) times the rows b.
 __device__ void multiply_half(uint2 code, const uint32_t (&b)[4], uint32_t scale,
                               float (&acc)[4]) {
   uint32_t a[2][4];
-  int4_fragment(code.x, a[0]), int4_fragment(code.y, a[1]);
+  int4_parts(code.x, a[0]), int4_parts(code.y, a[1]);
   float half[4], c[4];
   mma(half, a[0], b[0], b[1], {0, 0, 0, 0});
   mma(c, a[1], b[2], b[3], half);
@@ -178,6 +176,7 @@ __global__ void __maxnreg__(kHiddenRegisters)
     expect(0), expect(1);
   }
   cluster_arrive();
+  wait_for_previous();
   const auto there = [&](int item) {  // the first from `item` on of a present expert
     while (item < items && one_expert(p, item % pairs) < 0) item += step;
     return item;
@@ -233,7 +232,8 @@ __global__ void __maxnreg__(kHiddenRegisters)
         up += smem.exchange[turn][1][i][threadIdx.x];
       }
       static_cast<bf16*>(p.hidden)[int64_t{item % pairs} * p.F + item / pairs * kInt4Tile +
-                                   lane_place(rank * kHalf + threadIdx.x)] = bf16(silu(gate) * up);
+                                   lane_place(rank * kHalf + threadIdx.x)] =
+          gated(gate, up);
     }
     item = after;
   }
@@ -249,8 +249,9 @@ void moe_hidden_one(const MoeExpertsParams& p, Stream stream) {
                              cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared));  // the next kernel's is beside it
   launch(hidden_kernel,
-         {clusters * kCluster, kThreads, smem_up_to<sizeof(Smem), kSmemSm90>(), kCluster}, stream,
-         p);
+         {clusters * kCluster, kThreads, smem_up_to<sizeof(Smem), kSmemSm90>(), kCluster,
+          true},
+         stream, p);
 }
 
 }  // namespace kdtree::cuda

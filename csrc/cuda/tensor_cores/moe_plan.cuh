@@ -7,6 +7,7 @@
 namespace kdtree::cuda {
 
 inline constexpr int kMoePairs = 512;     // pairs that every block sorts for itself
+inline constexpr int kMoeFewPairs = 128;  // that it sorts by comparing all with all
 inline constexpr int kMoeExperts = 1024;  // the most experts there are
 
 struct MoeGroup {
@@ -24,29 +25,57 @@ __host__ __device__ inline bool moe_sorts_itself(const MoeExpertsParams& p) {
   return p.T * p.K <= kMoePairs;
 }
 
-// The same of at most a warp's pairs, by the first warp.
-__device__ inline int make_few_groups(const MoeExpertsParams& p, int rows, MoeGroup* group,
-                                      int* pair) {
-  const int i = threadIdx.x, id = i < p.T * p.K ? p.ids[i] : -1;
-  const unsigned same = __match_any_sync(~0u, id), before = same & ((1u << i) - 1);
-  const int at = __popc(before) % rows, there = id >= 0 && id < p.E;
-  const unsigned firsts = __ballot_sync(~0u, there && at == 0);
-  if (there) {
-    const unsigned up_to =
-        before | 1u << i;  // its group's first is the last of the firsts of these
-    const int first = kWarp - 1 - __clz(firsts & up_to),
-              place = __popc(firsts & ((1u << first) - 1));
-    pair[place * rows + at] = i;
-    if (at == 0)
-      group[place] = {place * rows, static_cast<short>(id),
-                      static_cast<short>(min(rows, __popc(same) - __popc(before)))};
+// make_groups of at most kMoeFewPairs pairs: each is compared with all.
+template <int kThreads>
+__device__ int make_few_groups(const MoeExpertsParams& p, int rows, int* first, MoeGroup* group,
+                               int* pair) {
+  constexpr int kParts = kThreads / kMoeFewPairs;  // threads of a pair
+  constexpr int kWords = kMoeFewPairs / kWarp;
+  static_assert(kParts > 0 && kWarp % kParts == 0);
+  const int thread = threadIdx.x, pairs = p.T * p.K, i = thread / kParts;
+  int* key = first;  // expert * kMoeFewPairs + pair
+  auto* begins = reinterpret_cast<unsigned*>(first + kMoeFewPairs);  // a bit a place in order
+  if (thread < kMoeFewPairs) {
+    const int e = thread < pairs ? p.ids[thread] : -1;
+    key[thread] = (e >= 0 && e < p.E ? e : kMoeExperts) * kMoeFewPairs + thread;
   }
-  return __popc(firsts);
+  if (thread < kWords) begins[thread] = 0;
+  __syncthreads();
+  const int own = key[i], expert = own / kMoeFewPairs, from = own - i, to = from + kMoeFewPairs;
+  int place = 0, lower = 0, end = 0;  // pairs before it, before its expert's, before the next one's
+  for (int c = thread % kParts; 4 * c < pairs && i < pairs; c += kParts) {
+    const int4 v = reinterpret_cast<const int4*>(key)[c];
+    place += (v.x < own) + (v.y < own) + (v.z < own) + (v.w < own);
+    lower += (v.x < from) + (v.y < from) + (v.z < from) + (v.w < from);
+    end += (v.x < to) + (v.y < to) + (v.z < to) + (v.w < to);
+  }
+#pragma unroll
+  for (int d = 1; d < kParts; d *= 2) {
+    place += __shfl_xor_sync(~0u, place, d);
+    lower += __shfl_xor_sync(~0u, lower, d);
+    end += __shfl_xor_sync(~0u, end, d);
+  }
+  const bool there = thread % kParts == 0 && i < pairs && expert < kMoeExperts;
+  const bool begin = there && (place - lower) % rows == 0;  // of a group
+  if (there) pair[place] = i;
+  if (begin) atomicOr(&begins[place / kWarp], 1u << place % kWarp);
+  __syncthreads();
+  int groups = 0, before = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const unsigned bits = begins[w], lower_bits = (1u << place % kWarp) - 1;
+    groups += __popc(bits);
+    before += __popc(w < place / kWarp ? bits : w == place / kWarp ? bits & lower_bits : 0);
+  }
+  if (begin)
+    group[before] = {place, static_cast<short>(expert), static_cast<short>(min(rows, end - place))};
+  __syncthreads();
+  return groups;
 }
 
 // Fills group and pair, of at most `rows` pairs a group, and returns the number of groups. By all
-// kThreads of a block; first: kMoeExperts ints and sums: a warp's each, both of shared memory. All
-// blocks that do so for at most kMoePairs pairs agree.
+// kThreads of a block; first: kMoeExperts ints, on 16 bytes, and sums: a warp's each, both of shared
+// memory. All blocks that do so for at most kMoePairs pairs agree.
 template <int kThreads>
 __device__ int make_groups(const MoeExpertsParams& p, int rows, int* first, int2* sums,
                            MoeGroup* group, int* pair) {
@@ -57,14 +86,7 @@ __device__ int make_groups(const MoeExpertsParams& p, int rows, int* first, int2
     const int e = i < pairs ? p.ids[i] : -1;
     return e < p.E ? e : -1;
   };
-  if (pairs <= kWarp) {
-    if (warp == 0) {
-      const int groups = make_few_groups(p, rows, group, pair);
-      if (lane == 0) sums[0].x = groups;
-    }
-    __syncthreads();
-    return sums[0].x;
-  }
+  if (pairs <= kMoeFewPairs) return make_few_groups<kThreads>(p, rows, first, group, pair);
 #pragma unroll 1
   for (int e = threadIdx.x; e < kMoeExperts; e += kThreads) first[e] = 0;
   int own[kOwn];

@@ -35,8 +35,6 @@ struct Params {
   MoeExpertsParams p;
 };
 
-__device__ inline float silu(float x) { return x / (1 + expf(-x)); }
-
 // What all threads of a block know of a kernel.
 template <bool kHidden>
 struct Job {
