@@ -63,11 +63,6 @@ template <int kBarrier>
 __device__ inline void group_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kGroup) : "memory");
 }
-// Once for a warp that has read or written what the barrier guards.
-__device__ inline void warp_arrive(const uint64_t& barrier) {
-  __syncwarp();
-  if (thread_now() % kWarp == 0) Ring<1>::arrive(shared_address(&barrier));
-}
 // At the barrier that stands there in block `rank` of the cluster.
 __device__ inline void arrive_there(const uint64_t& barrier, int rank) {
   uint32_t there;
