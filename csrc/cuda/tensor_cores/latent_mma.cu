@@ -222,9 +222,9 @@ void latent_mma(const LatentJob& job, Stream stream) {
 namespace {
 
 void run(const LatentJob& job, Stream stream) {
-  if (!(device_has_wgmma() && latent_sm90(job, stream)))
-    latent_mma(job, stream);
-  latent_merge(job, stream);
+  const int busy = device_has_wgmma() ? latent_sm90(job, stream) : 0;
+  if (!busy) latent_mma(job, stream);
+  latent_merge(job, busy ? busy : processors(), stream);
 }
 
 }  // namespace

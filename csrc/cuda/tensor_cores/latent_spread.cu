@@ -34,29 +34,29 @@ struct Filler {
   __device__ bool more() const { return s.walk.part >= 0; }
 
   __device__ void fill() {
-    const MlaAttentionParams& p = t.job.p;
     const int lane = threadIdx.x % kWarp;
-    const int32_t* table = p.block_table + int64_t{t.job.b + b} * p.max_pages;
+    const int32_t* table = table_of(t.job, b);
     Walk walk = s.walk;
     const int at = walk.at, left = walk.end - at, part = walk.part;
     const int tiles = min(ceil_div(left, kTileKeys), kBlocks);
     const int page = lane < tiles ? table[at / kPage + lane] : 0;
     const bool own = rank < tiles;
-    const uint32_t full = shared_address(&s.full), rest = shared_address(&s.others_full);
+    const uint32_t rest = shared_address(&s.others_full);
     __syncwarp();
     if (lane == 0) {
       const bool more = walk.next(kBlocks * kTileKeys);
       s.round = {at, tiles, min(left - (tiles - 1) * kTileKeys, kTileKeys),
                          walk.part == part ? -1 : part, !more};
       s.walk = walk;
-      barrier_expect(full, own ? kTileBytes : 0);
+      for (uint64_t& full : s.full)
+        barrier_expect(shared_address(&full), own ? kShareBoxes * kBox : 0);
       barrier_expect(rest, (tiles - own) * kSliceBoxes * kBox);
     }
     __syncwarp();
     const int own_page = __shfl_sync(~0u, page, rank);
     if (own && lane < kBoxes)
       tensor_copy(shared_address(s.own) + lane * kBox, t.cache, lane * kBoxWidth, 0, own_page,
-                  full);
+                  shared_address(&s.full[lane / kShareBoxes]));
     const int tile = lane / kSliceBoxes % kBlocks, box = lane % kSliceBoxes;
     const int its_page = __shfl_sync(~0u, page, tile);
     if (lane < kBlocks * kSliceBoxes && tile < tiles && tile != rank)
@@ -82,7 +82,8 @@ __device__ inline void begin_barriers(SpreadSmem& s) {
     Barrier::init(shared_address(&barrier), arrivals);
   };
   for (int i = 0; i < kBlocks; ++i) init(s.weighed[i], 1);
-  init(s.full, 1), init(s.others_full, 1), init(s.q_full, 1), init(s.tops[0], 1), init(s.tops[1], 1);
+  for (uint64_t& full : s.full) init(full, 1);
+  init(s.others_full, 1), init(s.q_full, 1), init(s.tops[0], 1), init(s.tops[1], 1);
   init(s.done, kBlocks * kGroupWarps);
   barrier_init_fence();
 }
@@ -134,9 +135,9 @@ __global__ void __launch_bounds__(kSpreadThreads, 1)
 }  // namespace
 
 // Where all splits find room at once: clusters of 4 on all processors did not, on half of them did.
-bool latent_spread(const LatentTensors& t, Stream stream) {
+int latent_spread(const LatentTensors& t, Stream stream) {
   const int64_t x = int64_t{t.job.B} * ceil_div(t.job.rows(), kRows);
-  if (3 * x * t.job.parts * kBlocks > 2 * processors()) return false;
+  if (3 * x * t.job.parts * kBlocks > 2 * processors()) return 0;
   launch(latent_spread_kernel,
          {.blocks = dim3(x * kBlocks, t.job.parts),
           .threads = kSpreadThreads,
@@ -144,7 +145,7 @@ bool latent_spread(const LatentTensors& t, Stream stream) {
           .cluster = kBlocks,
           .early = true},
          stream, t);
-  return true;
+  return static_cast<int>(x) * t.job.parts * kBlocks;
 }
 
 }  // namespace kdtree::cuda

@@ -27,8 +27,12 @@ struct SpreadSmem {
   Walk walk;
   // Arrivals: weighed 1 and bytes, of the block that scored the tile; done all adding warps of the
   // cluster, once for a round; tops 1 and bytes, of even and odd rounds; full 1 and bytes.
-  uint64_t full, others_full, weighed[kBlocks], tops[2], q_full, done;
+  uint64_t full[kShares], others_full, weighed[kBlocks], tops[2], q_full, done;
 
+  // The share of the block's tile is there, or what is said of the round where it has none.
+  __device__ void wait_full(int share, int round) const {
+    barrier_wait(shared_address(&full[share]), round % 2);
+  }
   __device__ static int other(int tile, int rank) { return tile - (tile > rank); }
 };
 
@@ -79,14 +83,17 @@ struct SpreadScorer {
     __syncwarp();
   }
 
-  // Scores of the own tile; their largest to all blocks.
-  __device__ void score_tile(int turn, const Round& round) {
+  // Scores of the own tile, in round i; their largest to all blocks.
+  __device__ void score_tile(int i, const Round& round) {
     const int count = rank == round.tiles - 1 ? round.rest : kTileKeys;
-    if (count < kTileKeys) clear_rest(s.own, kLatent / kBoxWidth, count);
-    scores.multiply(shared_address(s.own));
+    if (count < kTileKeys) {
+      for (int share = 0; share < kShares; ++share) s.wait_full(share, i);
+      clear_rest(s.own, kLatent / kBoxWidth, count);
+    }
+    scores.multiply(shared_address(s.own), [&](int share) { s.wait_full(share, i); });
     const int row = row_now(), here = most - round.at - rank * kTileKeys;
     scores.scale_and_cut(job.p.scale * kLog2E, {here - s.less[row], here - s.less[row + 8]});
-    tell(turn, {scores.largest(0, -INFINITY), scores.largest(1, -INFINITY)});
+    tell(i % 2, {scores.largest(0, -INFINITY), scores.largest(1, -INFINITY)});
   }
 
   // The largest score of a row up to this block's tile; top: up to the last one from now on.
@@ -115,7 +122,7 @@ struct SpreadScorer {
     top[0] = top[1] = -INFINITY;
     for (int i = 0;; ++i) {
       const int turn = i % 2;
-      barrier_wait(shared_address(&s.full), i % 2);
+      s.wait_full(0, i);
       const Round round = s.round;
       const bool own = rank < round.tiles;
       // The adders have all that was sent before.
@@ -126,7 +133,7 @@ struct SpreadScorer {
       if (threadIdx.x == 0)
         barrier_expect(shared_address(&s.tops[turn]), (kBlocks - 1) * kRows * 4);
       if (own)
-        score_tile(turn, round);
+        score_tile(i, round);
       else
         tell(turn, {-INFINITY, -INFINITY});
       barrier_wait(shared_address(&s.tops[turn]), i / 2 % 2);
@@ -219,7 +226,7 @@ struct SpreadAdder {
     uint32_t parities = 0;  // of the tiles' weights
     for (int i = 0;; ++i) {
       const int turn = i % 2;
-      barrier_wait(shared_address(&s.full), i % 2);
+      for (int share = 0; share < kShares; ++share) s.wait_full(share, i);
       const Round round = s.round;
       barrier_wait(shared_address(&s.tops[turn]), i / 2 % 2);
       for (int t = 0; t < round.tiles; ++t) {
