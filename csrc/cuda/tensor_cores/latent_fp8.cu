@@ -1,5 +1,6 @@
 // mla_attention over FP8 latents of 512 + 64 features beside bfloat16 activations: the rows that a
 // call can see are widened to bfloat16, then attended to by tensor cores as any others: latent.cuh.
+// Where latent_reads_fp8 says so they are widened there, tile by tile, and nothing here is launched.
 //
 //   widened[b, i] = (bf16(code * scale) | rope part) of token slot i of sequence b
 //

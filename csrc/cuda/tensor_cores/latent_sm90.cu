@@ -5,7 +5,8 @@
 // Tiling  one thread commands the copies, two warpgroups take turns: the first scores a tile and
 //         weighs it while the second scores the next one, which is weighed while the first tile's
 //         latents are added. Both add all tiles, 256 of the 512 features each: 128 registers of sums.
-//         A tile's weights stand where its 64 features that are no values have been.
+//         A tile's weights stand where its 64 features that are no values have been. Latents in FP8
+//         come by a third warpgroup that widens them instead: latent_widen.cuh.
 // Smem    q and two tiles: 222 KB.
 // Floor   2176 flops a row and position: 64 rows and 64 positions take 1.2 us of a processor's peak;
 //         the latents' bytes once per 64 rows, from L2 but for the first.
