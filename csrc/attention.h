@@ -91,7 +91,7 @@ constexpr int64_t latent_splits(int64_t keys) {
   return in(0, kNear, kNearSplit) + in(kNear, kFar, kMidSplit) + in(kFar, keys, kFarSplit);
 }
 
-// In FP8 such latents are widened to bfloat16 first: bytes of the workspace for them, at its start.
+// In FP8 such latents may be widened to bfloat16 first: bytes of the workspace for them, at its start.
 constexpr int64_t widened_bytes(int64_t B, int64_t max_pages) {
   const int64_t page = kPage * (kLatent + kRope) * 2 + int64_t{sizeof(int32_t)};
   return (B * max_pages * page + 255) / 256 * 256;

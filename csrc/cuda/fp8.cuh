@@ -18,6 +18,18 @@ __device__ inline float2 from_e4m3(uint32_t two) {
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3)));
 }
 
+// Four codes times the scale, as bfloat16.
+__device__ inline uint2 widen_four(uint32_t codes, float scale) {
+  const float2 low = from_e4m3(codes & 0xffff), high = from_e4m3(codes >> 16);
+  const __nv_bfloat162 a = __floats2bfloat162_rn(low.x * scale, low.y * scale);
+  const __nv_bfloat162 b = __floats2bfloat162_rn(high.x * scale, high.y * scale);
+  return {reinterpret_cast<const uint32_t&>(a), reinterpret_cast<const uint32_t&>(b)};
+}
+__device__ inline uint4 widen_eight(uint2 codes, float scale) {
+  const uint2 low = widen_four(codes.x, scale), high = widen_four(codes.y, scale);
+  return {low.x, low.y, high.x, high.y};
+}
+
 // The scale of a latent whose largest size is `most`.
 __device__ inline float fp8_scale(float most) {
   const float scale = most / kFp8Max;

@@ -11,6 +11,7 @@ inline bool is_latent(const MlaAttentionParams& p) {
   return p.C == kLatent && p.R == kRope && p.dtype == DType::bf16;
 }
 void latent_attention(const MlaAttentionParams& p, Stream stream);
+bool latent_reads_fp8(const MlaAttentionParams& p);  // without a pass that widens all rows first
 void latent_fp8_attention(const MlaAttentionParams& p, Stream stream);
 
 struct AttentionLaunch {

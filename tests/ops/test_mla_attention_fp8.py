@@ -150,7 +150,17 @@ def test_tree_chain_and_step_agree(H, C, R, dtype, device, rng):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-@pytest.mark.parametrize("context, N, H", [([300, 0, 64], 9, 16), ([4200], 64, 8), ([130], 3, 2)])
+@pytest.mark.parametrize(
+    "context, N, H",
+    [
+        ([300, 0, 64], 9, 16),
+        ([4200], 64, 8),
+        ([130], 3, 2),
+        ([25000], 8, 8),  # from here on rows are widened where they are read
+        ([24700, 40, 24577], 7, 16),
+        ([33333], 1, 64),
+    ],
+)
 @pytest.mark.parametrize("chain", [False, True])
 def test_on_tensor_cores_rows_are_rounded_to_bfloat16(context, N, H, chain, rng):
     """Latents of 512 + 64: the bits of the op over the widened rows, rounded once."""

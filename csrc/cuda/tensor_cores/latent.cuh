@@ -40,12 +40,12 @@ struct LatentJob {
   __host__ __device__ int rows() const { return N * p.H; }  // of a sequence
 };
 
-// Tail and merge of what a kernel left in the workspace.
-void latent_merge(const LatentJob& job, Stream stream);
 // The splits, by mma.sync.
 void latent_mma(const LatentJob& job, Stream stream);
-// By wgmma, of few rows by clusters; false where it cannot.
-bool latent_sm90(const LatentJob& job, Stream stream);
+// By wgmma, of few rows by clusters: on so many processors; 0 where it cannot.
+int latent_sm90(const LatentJob& job, Stream stream);
+// Tail and merge of what a kernel left in the workspace, while it has `busy` processors.
+void latent_merge(const LatentJob& job, int busy, Stream stream);
 
 // Splits of three lengths, by where they begin.
 __host__ __device__ inline int split_begin(int i) {
@@ -107,6 +107,13 @@ __device__ inline const Bf16* latent_of(const LatentJob& job, int sequence, int 
   const int32_t* table = job.p.block_table + int64_t{job.b + sequence} * job.p.max_pages;
   return static_cast<const Bf16*>(job.p.cache) +
          (int64_t{table[slot / kPage]} * kPage + slot % kPage) * kWidth;
+}
+
+// The same of latents in FP8.
+__device__ inline const uint8_t* fp8_latent_of(const LatentJob& job, int sequence, int slot) {
+  const int32_t* table = job.p.block_table + int64_t{job.b + sequence} * job.p.max_pages;
+  return static_cast<const uint8_t*>(job.p.cache) +
+         (int64_t{table[slot / kPage]} * kPage + slot % kPage) * job.p.fp8_bytes;
 }
 
 // Eight features to shared memory, by a copy that is waited for where they are aligned.

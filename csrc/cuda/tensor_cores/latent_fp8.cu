@@ -1,5 +1,6 @@
 // mla_attention over FP8 latents of 512 + 64 features beside bfloat16 activations: the rows that a
 // call can see are widened to bfloat16, then attended to by tensor cores as any others: latent.cuh.
+// Where latent_reads_fp8 says so they are widened there, tile by tile, and nothing here is launched.
 //
 //   widened[b, i] = (bf16(code * scale) | rope part) of token slot i of sequence b
 //
@@ -44,14 +45,6 @@ __device__ inline int seen_slots(const MlaAttentionParams& p, int b) {
   return any ? p.context[b] + 64 - __clzll(static_cast<long long>(any)) : 0;
 }
 
-// Four codes times the scale, as bfloat16.
-__device__ inline uint2 widen_four(uint32_t codes, float scale) {
-  const float2 low = from_e4m3(codes & 0xffff), high = from_e4m3(codes >> 16);
-  const __nv_bfloat162 a = __floats2bfloat162_rn(low.x * scale, low.y * scale);
-  const __nv_bfloat162 b = __floats2bfloat162_rn(high.x * scale, high.y * scale);
-  return {reinterpret_cast<const uint32_t&>(a), reinterpret_cast<const uint32_t&>(b)};
-}
-
 __global__ void __launch_bounds__(kThreads)
     widen_kernel(const __grid_constant__ WidenLaunch a) {
   const MlaAttentionParams& p = a.p;
@@ -75,10 +68,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kOwn; ++k) {
       auto* row = reinterpret_cast<uint4*>(a.rows + (to + at + k) * kWidth);
-      const uint2 w[] = {widen_four(codes[k].x, scale[k]), widen_four(codes[k].y, scale[k]),
-                         widen_four(codes[k].z, scale[k]), widen_four(codes[k].w, scale[k])};
-      row[2 * lane] = {w[0].x, w[0].y, w[1].x, w[1].y};
-      row[2 * lane + 1] = {w[2].x, w[2].y, w[3].x, w[3].y};
+      row[2 * lane] = widen_eight({codes[k].x, codes[k].y}, scale[k]);
+      row[2 * lane + 1] = widen_eight({codes[k].z, codes[k].w}, scale[k]);
       if (lane < kRopeLanes) row[kLatent / 8 + lane] = rope[k];
     }
   }
@@ -87,6 +78,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void latent_fp8_attention(const MlaAttentionParams& p, Stream stream) {
+  if (latent_reads_fp8(p)) return latent_attention(p, stream);
   const int64_t pages = int64_t{p.B} * p.max_pages, bytes = widened_bytes(p.B, p.max_pages);
   auto* rows = static_cast<Bf16*>(p.workspace);
   auto* table = reinterpret_cast<int32_t*>(rows + pages * kPage * kWidth);

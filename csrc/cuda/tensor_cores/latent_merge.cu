@@ -7,6 +7,9 @@
 // Order   the parts of even runs of 16, those of odd ones, the sum of both, the tail.
 // Smem    16 queries, 16 latents, scores, weights, factors of the parts: 48 KB.
 // Floor   the parts' bytes: 1032 a row and split, from L2.
+#include <algorithm>
+
+#include "../fp8.cuh"
 #include "latent.cuh"
 
 namespace kdtree::cuda {
@@ -29,13 +32,24 @@ struct Added {
   float tail[kRows][64 * kNT + 4], odd[kNT == 1 ? kRows : 1][64 * kNT + 4];
 };
 
+// Eight features of a latent in FP8, from `first` on.
+__device__ inline uint4 widened_chunk(const uint8_t* row, int first) {
+  if (first >= kLatent)
+    return *reinterpret_cast<const uint4*>(rope_of(row, kLatent) + first - kLatent);
+  return widen_eight(*reinterpret_cast<const uint2*>(row + first), *scale_of(row, kLatent));
+}
+
 __device__ inline void load_tail(const LatentJob& job, Smem& s, const LatentNode& node, int b,
                                  int at) {
   for (int i = threadIdx.x; i < kTail * kChunks; i += kThreads) {
     const int key = i / kChunks, chunk = i % kChunks * 8;
     const bool valid = at + key <= node.position;
-    const Bf16* from = latent_of(job, b, node.slot(valid ? at + key : node.position));
-    copy_chunk(&s.keys[key][chunk], from + chunk, valid, job.aligned);
+    const int slot = node.slot(valid ? at + key : node.position);
+    Bf16* to = &s.keys[key][chunk];
+    if (job.p.fp8_bytes)
+      *reinterpret_cast<uint4*>(to) = valid ? widened_chunk(fp8_latent_of(job, b, slot), chunk) : uint4{};
+    else
+      copy_chunk(to, latent_of(job, b, slot) + chunk, valid, job.aligned);
   }
   copy_commit();
 }
@@ -264,12 +278,16 @@ void launch_merge(const LatentJob& job, Stream stream) {
 
 }  // namespace
 
-// The features of a block are so many that there are some blocks for each processor.
-void latent_merge(const LatentJob& job, Stream stream) {
+// As many blocks as find room at once, two a processor: a second wave's tails would follow the splits.
+// Where the splits leave room for too few, all come behind them.
+void latent_merge(const LatentJob& job, int busy, Stream stream) {
   const int64_t blocks = int64_t{job.B} * job.N * ceil_div(job.p.H, kRows);
-  if (blocks * 2 >= 3 * processors()) return launch_merge<8>(job, stream);
-  if (blocks * 8 >= 2 * processors()) return launch_merge<2>(job, stream);
-  launch_merge<1>(job, stream);
+  int64_t room = 2 * std::max(processors() - busy, 0);
+  if (room < 2 * blocks) room = 2 * processors();
+  if (blocks * 8 <= room) return launch_merge<1>(job, stream);
+  if (blocks * 4 <= room) return launch_merge<2>(job, stream);
+  if (blocks * 2 <= room) return launch_merge<4>(job, stream);
+  launch_merge<8>(job, stream);
 }
 
 }  // namespace kdtree::cuda

@@ -222,14 +222,14 @@ void latent_mma(const LatentJob& job, Stream stream) {
 namespace {
 
 void run(const LatentJob& job, Stream stream) {
-  if (!(device_has_wgmma() && latent_sm90(job, stream)))
-    latent_mma(job, stream);
-  latent_merge(job, stream);
+  const int busy = device_has_wgmma() ? latent_sm90(job, stream) : 0;
+  if (!busy) latent_mma(job, stream);
+  latent_merge(job, busy ? busy : processors(), stream);
 }
 
 }  // namespace
 
-// As many nodes at a time as the workspace holds parts of.
+// As many nodes at a time as the workspace holds parts of, or fewer, so that the times are even.
 void latent_attention(const MlaAttentionParams& p, Stream stream) {
   LatentJob job{.p = p};
   job.parts = splits_of(static_cast<int>(int64_t{p.max_pages} * kPage));
@@ -237,7 +237,8 @@ void latent_attention(const MlaAttentionParams& p, Stream stream) {
   job.aligned = on_16(p.q) && on_16(p.cache);
   const int64_t node = int64_t{p.H} * job.parts * kLatentPart;
   const int nodes = static_cast<int>(std::min<int64_t>(p.workspace_bytes / node, int64_t{p.B} * p.N));
-  job.B = std::max(nodes / p.N, 1), job.N = std::min(nodes, p.N);
+  const auto even = [](int all, int most) { return ceil_div(all, ceil_div(all, most)); };
+  job.B = even(p.B, std::max(nodes / p.N, 1)), job.N = even(p.N, std::min(nodes, p.N));
   const LatentJob most = job;
   for (job.b = 0; job.b < p.B; job.b += most.B)
     for (job.n = 0; job.n < p.N; job.n += most.N) {

@@ -11,14 +11,15 @@ struct LatentTensors {
   CUtensorMap q, cache;
   LatentJob job;
 };
-// The splits of few rows; false where they are many.
-bool latent_spread(const LatentTensors& t, Stream stream);
+// The splits of few rows, on so many processors; 0 where rows are many.
+int latent_spread(const LatentTensors& t, Stream stream);
 
 namespace latent_sm90_parts {
 
 inline constexpr int kRows = 64, kGroup = 128, kGroupWarps = kGroup / kWarp;
 inline constexpr int kBoxWidth = 64, kBox = 64 * 128;  // features of a box; bytes of 64 rows of it
 inline constexpr int kBoxes = kWidth / kBoxWidth, kTileBytes = kBoxes * kBox;
+inline constexpr int kShares = 3, kShareBoxes = kBoxes / kShares;  // of a tile, which come one by one
 static_assert(kBoxes * kBoxWidth == kWidth && kTileKeys == kBoxWidth);
 
 // The tiles of a block or cluster, split by split.
@@ -59,14 +60,14 @@ struct Rows {
   }
 };
 
+// The pages of a sequence.
+__device__ inline const int32_t* table_of(const LatentJob& job, int sequence) {
+  return job.p.block_table + int64_t{job.b + sequence} * job.p.max_pages;
+}
+
 template <int kBarrier>
 __device__ inline void group_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kGroup) : "memory");
-}
-// Once for a warp that has read or written what the barrier guards.
-__device__ inline void warp_arrive(const uint64_t& barrier) {
-  __syncwarp();
-  if (thread_now() % kWarp == 0) Ring<1>::arrive(shared_address(&barrier));
 }
 // At the barrier that stands there in block `rank` of the cluster.
 __device__ inline void arrive_there(const uint64_t& barrier, int rank) {
@@ -97,16 +98,22 @@ struct Scores {
     load_matrices(at + i / 4 * kBox + row * 128 + ((i % 4 * 2 + lane / 16) ^ row % 8) * 16, m);
   }
 
-  // Of the keys in boxes from `keys` on.
-  __device__ void multiply(uint32_t keys) {
+  // Of the keys in boxes from `keys` on, share by share. wait(share): until it is there
+  template <class Wait>
+  __device__ void multiply(uint32_t keys, Wait wait) {
+    constexpr int kShareSteps = kSteps / kShares;
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[n][i] = 0;
-    wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i)
+    for (int i = 0; i < kSteps; ++i) {
+      if (i % kShareSteps == 0) {
+        wait(i / kShareSteps);
+        wgmma_begin();
+      }
       wgmma_scores(score, q[i], wgmma_operand(keys + i / 4 * kBox + i % 4 * 32));
+    }
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_done(score);

@@ -8,6 +8,7 @@ namespace kdtree::cuda::latent_sm90_parts {
 inline constexpr int kReaders = 2 * kGroup, kThreads = kReaders + kGroup;
 inline constexpr int kColumns = kLatent / 2;  // of a warpgroup
 inline constexpr int kWeights = kLatent / kBoxWidth * kBox;  // of a tile: where its weights come to stand
+inline constexpr int kTwoTiles = 2 * kTileKeys;
 
 // What a warpgroup tells the other of the tile that it weighed, of each row.
 struct Weighed {
@@ -44,38 +45,35 @@ struct Place {
   __device__ uint32_t full() const { return shared_address(&s.full[i]); }
   __device__ uint32_t empty() const { return shared_address(&s.empty[i]); }
   __device__ uint32_t at() const { return shared_address(s.keys[i]); }
+  __device__ void wait_full() const { barrier_wait(full(), parity); }
 };
 
-// A thread of warpgroup kOwn: rows g and g + 8 of its warp's 16, 256 features of their sums.
-template <int kOwn>
+// A thread of warpgroup kOwn: rows g and g + 8 of its warp's 16, 256 features of their sums. kHeldSteps: so
+// many steps of 16 features of the queries stand in its registers; products read the others from shared
+// memory for every tile
+template <int kOwn, int kHeldSteps>
 struct Reader {
   const LatentJob& job;
   Smem& s;
   Place places[2];
-  int row, lane;
-  float scale;
   float sums[kColumns / 8][4], score[8][4], top[2], sum[2];
+  uint32_t held[kHeldSteps + 1][4];
 
-  __device__ void wait_full(Place& place) { barrier_wait(place.full(), place.parity); }
   __device__ void leave(Place& place) {  // once its latents have been added
-    wgmma_wait<0>();
-    wgmma_done(sums);
-    if (lane == 0) Ring<1>::arrive(place.empty());
+    if (thread_now() % kWarp == 0) Ring<1>::arrive(place.empty());
     place.parity ^= 1;
+  }
+  template <int kNT>
+  __device__ void wait_products(float (&c)[kNT][4]) {
+    wgmma_wait<0>();
+    wgmma_done(c);
   }
 
   // The scores of the own tile, of which `count` positions are there: the rest is zeros from now on.
   __device__ void score_tile(int count) {
-    Place& place = places[kOwn];
-    wait_full(place);
-    if (count < kTileKeys) {
-      constexpr int kChunksOfRow = kLatent / 8;
-      for (int i = threadIdx.x % kGroup; i < (kTileKeys - count) * kChunksOfRow; i += kGroup) {
-        const int key = count + i / kChunksOfRow, chunk = i % kChunksOfRow;
-        char* to = s.keys[kOwn] + chunk / 8 * kBox + key * 128 + chunk % 8 * 16;
-        *reinterpret_cast<int4*>(to) = {0, 0, 0, 0};
-      }
-    }
+    const Place& place = places[kOwn];
+    place.wait_full();
+    if (count < kTileKeys) clear_rest(s.keys[kOwn], kLatent / kBoxWidth, count);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -83,19 +81,23 @@ struct Reader {
     const uint32_t keys = place.at(), q = shared_address(s.q);
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < kBoxes; ++i)
-#pragma unroll
-      for (int k = 0; k < 128; k += 32)
-        wgmma(score, wgmma_operand(q + i * kBox + k), wgmma_operand(keys + i * kBox + k));
+    for (int i = 0; i < Scores::kSteps; ++i) {
+      const uint32_t at = i / 4 * kBox + i % 4 * 32;
+      if (i < kHeldSteps)
+        wgmma_scores(score, held[i < kHeldSteps ? i : 0], wgmma_operand(keys + at));
+      else
+        wgmma(score, wgmma_operand(q + at), wgmma_operand(keys + at));
+    }
     wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_done(score);
+    wait_products(score);
   }
 
   // Scores become weights where both warpgroups read them; tells the other. seen: of the tile's
   // positions, by row
   __device__ void weigh_tile(const int (&seen)[2], float (&keep)[2]) {
     Weighed& w = s.weighed[kOwn];
+    const int row = row_now(), lane = thread_now() % kWarp;
+    const float scale = job.p.scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -141,6 +143,7 @@ struct Reader {
   __device__ void hear(float (&keep)[2]) {
     wait_weighed(1 - kOwn);
     const Weighed& w = s.weighed[1 - kOwn];
+    const int row = row_now();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       keep[r] = w.keep[row + 8 * r], top[r] = w.top[row + 8 * r];
@@ -165,57 +168,69 @@ struct Reader {
     wgmma_commit();
   }
 
-  // Two tiles from `at` on, the second one perhaps beyond the end.
-  __device__ void add_two(int at, int end, const int (&body)[2]) {
-    float keep[2];
-    const int next = at + kTileKeys;
-    const bool two = next < end;
-    if constexpr (kOwn == 0) {
-      score_tile(end - at);
-      weigh_tile({body[0] - at, body[1] - at}, keep);
-      add_tile(0, keep);
-      if (two) hear(keep);
-      leave(places[0]);
-      if (!two) return;
-      wait_full(places[1]);
-      add_tile(1, keep);
-    } else {
-      if (two) score_tile(end - next);
-      hear(keep);
-      wait_full(places[0]);
-      add_tile(0, keep);
-      if (two) weigh_tile({body[0] - next, body[1] - next}, keep);
-      leave(places[0]);
-      if (!two) return;
-      add_tile(1, keep);
-    }
-    leave(places[1]);
-  }
-
-  __device__ void add_split(int b, int first, int rows, int part, int most) {
-    const int end = min(split_begin(part + 1), most), body[] = {s.body[row], s.body[row + 8]};
+  __device__ void clear() {
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[n][i] = 0;
     top[0] = top[1] = -INFINITY, sum[0] = sum[1] = 0;
-    for (int at = split_begin(part); at < end; at += 2 * kTileKeys) add_two(at, end, body);
+  }
+  __device__ void store(const Rows& rows, int part) {
+    const int row = row_now(), lane = thread_now() % kWarp;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = row + 8 * r;
-      Bf16* to = part_of(job, b, first + min(own, rows - 1), part) + kOwn * kColumns;
-      store_part(sums, r, to, own < rows);
-      if (kOwn == 0 && lane % 4 == 0 && own < rows)
-        *stats_of(job, b, first + own, part) = {top[r], sum[r]};
+      Bf16* to = part_of(job, rows.b, rows.first + min(own, rows.count - 1), part) + kOwn * kColumns;
+      store_part(sums, r, to, own < rows.count);
+      if (kOwn == 0 && lane % 4 == 0 && own < rows.count)
+        *stats_of(job, rows.b, rows.first + own, part) = {top[r], sum[r]};
     }
   }
+  // Of the tile at position `at`, so many positions are the thread's two rows' own.
+  __device__ void weigh_at(int at, float (&keep)[2]) {
+    const int row = row_now();
+    weigh_tile({s.body[row] - at, s.body[row + 8] - at}, keep);
+  }
 
-  __device__ void add_splits(int b, int first, int rows, int most) {
+  // Two tiles, the second one perhaps beyond the end.
+  __device__ void add_two(const Walk& now) {
+    float keep[2];
+    const int second = now.at + kTileKeys;
+    const bool two = second < now.end;
+    if constexpr (kOwn == 0) {
+      score_tile(now.end - now.at);
+      weigh_at(now.at, keep);
+      add_tile(0, keep);
+      if (two) hear(keep);
+      wait_products(sums);
+      leave(places[0]);
+      if (!two) return;
+      places[1].wait_full();
+      add_tile(1, keep);
+    } else {
+      if (two) score_tile(now.end - second);
+      hear(keep);
+      places[0].wait_full();
+      add_tile(0, keep);
+      if (two) weigh_at(second, keep);
+      wait_products(sums);
+      leave(places[0]);
+      if (!two) return;
+      add_tile(1, keep);
+    }
+    wait_products(sums);
+    leave(places[1]);
+  }
+
+  __device__ void read(const Rows& rows, Walk walk) {
     barrier_wait(shared_address(&s.q_full), 0);
-    const int splits = splits_of(most);
-    for (int round = 0; round * static_cast<int>(gridDim.y) < splits; ++round)
-      if (const int part = part_of_round(round, splits); part >= 0)
-        add_split(b, first, rows, part, most);
+#pragma unroll
+    for (int i = 0; i < kHeldSteps; ++i) Scores::load_query(shared_address(s.q), i, held[i]);
+    clear();
+    while (walk.next(kTwoTiles)) {
+      add_two(walk);
+      if (walk.at + kTwoTiles >= walk.end) store(rows, walk.part), clear();
+    }
   }
 };
 

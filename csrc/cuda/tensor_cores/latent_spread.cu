@@ -18,11 +18,9 @@ namespace {
 using namespace latent_sm90_parts;
 
 // By one warp: copies of the cluster's rounds, in turn.
-template <int kBlocks>
 struct Filler {
-  using S = Spread<kBlocks>;
   const LatentTensors& t;
-  typename S::Smem& s;
+  SpreadSmem& s;
   int rank, b;
 
   __device__ void begin_walk(int most) {
@@ -35,82 +33,72 @@ struct Filler {
   }
   __device__ bool more() const { return s.walk.part >= 0; }
 
-  __device__ void fill(int stage) {
-    const MlaAttentionParams& p = t.job.p;
+  __device__ void fill() {
     const int lane = threadIdx.x % kWarp;
-    const int32_t* table = p.block_table + int64_t{t.job.b + b} * p.max_pages;
+    const int32_t* table = table_of(t.job, b);
     Walk walk = s.walk;
     const int at = walk.at, left = walk.end - at, part = walk.part;
     const int tiles = min(ceil_div(left, kTileKeys), kBlocks);
     const int page = lane < tiles ? table[at / kPage + lane] : 0;
     const bool own = rank < tiles;
-    const uint32_t full = shared_address(&s.full[stage]), rest = shared_address(&s.others_full[stage]);
+    const uint32_t rest = shared_address(&s.others_full);
     __syncwarp();
     if (lane == 0) {
       const bool more = walk.next(kBlocks * kTileKeys);
-      s.rounds[stage] = {at, tiles, min(left - (tiles - 1) * kTileKeys, kTileKeys),
+      s.round = {at, tiles, min(left - (tiles - 1) * kTileKeys, kTileKeys),
                          walk.part == part ? -1 : part, !more};
       s.walk = walk;
-      barrier_expect(full, own ? kTileBytes : 0);
-      barrier_expect(rest, (tiles - own) * S::kSliceBoxes * kBox);
+      for (uint64_t& full : s.full)
+        barrier_expect(shared_address(&full), own ? kShareBoxes * kBox : 0);
+      barrier_expect(rest, (tiles - own) * kSliceBoxes * kBox);
     }
     __syncwarp();
     const int own_page = __shfl_sync(~0u, page, rank);
     if (own && lane < kBoxes)
-      tensor_copy(shared_address(s.own[stage]) + lane * kBox, t.cache, lane * kBoxWidth, 0, own_page,
-                  full);
-    const int tile = lane / S::kSliceBoxes % kBlocks, box = lane % S::kSliceBoxes;
+      tensor_copy(shared_address(s.own) + lane * kBox, t.cache, lane * kBoxWidth, 0, own_page,
+                  shared_address(&s.full[lane / kShareBoxes]));
+    const int tile = lane / kSliceBoxes % kBlocks, box = lane % kSliceBoxes;
     const int its_page = __shfl_sync(~0u, page, tile);
-    if (lane < kBlocks * S::kSliceBoxes && tile < tiles && tile != rank)
-      tensor_copy(shared_address(s.others[stage][S::other(tile, rank)]) + box * kBox, t.cache,
-                  (rank * S::kSliceBoxes + box) * kBoxWidth, 0, its_page, rest);
+    if (lane < kBlocks * kSliceBoxes && tile < tiles && tile != rank)
+      tensor_copy(shared_address(s.others[SpreadSmem::other(tile, rank)]) + box * kBox, t.cache,
+                  (rank * kSliceBoxes + box) * kBoxWidth, 0, its_page, rest);
   }
   __device__ void load_queries(int row) {
     const int lane = threadIdx.x % kWarp;
-    const uint32_t full = shared_address(&s.q_full), to = shared_address(S::queries(s));
+    const uint32_t full = shared_address(&s.q_full), to = shared_address(s.weights[0]);
     if (lane == 0) barrier_expect(full, kTileBytes);
     __syncwarp();
     if (lane < kBoxes) tensor_copy(to + lane * kBox, t.q, lane * kBoxWidth, row, 0, full);
   }
-  __device__ void begin() {
-    fill(0);
-    if (S::kStages == 1 || !more()) return;
-    barrier_wait(shared_address(&s.q_read), 0);
-    fill(S::kStages - 1);
-  }
   __device__ void refill(int round) {
     if (!more()) return;
     barrier_wait(shared_address(&s.done), round % 2);
-    fill(round % S::kStages);
+    fill();
   }
 };
 
-template <int kBlocks>
-__device__ inline void begin_barriers(typename Spread<kBlocks>::Smem& s) {
-  using S = Spread<kBlocks>;
+__device__ inline void begin_barriers(SpreadSmem& s) {
   const auto init = [](uint64_t& barrier, int arrivals) {
     Barrier::init(shared_address(&barrier), arrivals);
   };
-  for (int i = 0; i < S::kStages; ++i) init(s.full[i], 1), init(s.others_full[i], 1);
   for (int i = 0; i < kBlocks; ++i) init(s.weighed[i], 1);
-  init(s.tops[0], 1), init(s.tops[1], 1), init(s.q_full, 1), init(s.q_read, kGroupWarps);
-  init(s.done, kBlocks * S::kAdders * kGroupWarps);
+  for (uint64_t& full : s.full) init(full, 1);
+  init(s.others_full, 1), init(s.q_full, 1), init(s.tops[0], 1), init(s.tops[1], 1);
+  init(s.done, kBlocks * kGroupWarps);
   barrier_init_fence();
 }
 
-template <int kBlocks>
-__global__ void __launch_bounds__(Spread<kBlocks>::kThreads, 1)
+__global__ void __launch_bounds__(kSpreadThreads, 1)
     latent_spread_kernel(const __grid_constant__ LatentTensors t) {
-  using S = Spread<kBlocks>;
   extern __shared__ __align__(1024) char bytes[];
-  auto& s = *reinterpret_cast<typename S::Smem*>(bytes);
+  auto& s = *reinterpret_cast<SpreadSmem*>(bytes);
   const LatentJob& job = t.job;
   const MlaAttentionParams& p = job.p;
   const Rows rows(job, blockIdx.x / kBlocks);
-  const int rank = cluster_rank(), group = threadIdx.x / kGroup, lane = threadIdx.x % kWarp;
+  const int rank = cluster_rank(), lane = threadIdx.x % kWarp;
   const bool fills = threadIdx.x / kWarp == kGroupWarps;
-  Filler<kBlocks> filler{.t = t, .s = s, .rank = rank, .b = rows.b};
-  if (threadIdx.x == kGroup) begin_barriers<kBlocks>(s), tensor_ready(t.q), tensor_ready(t.cache);
+  Filler filler{.t = t, .s = s, .rank = rank, .b = rows.b};
+  if (threadIdx.x == kGroup) begin_barriers(s), tensor_ready(t.q), tensor_ready(t.cache);
   __syncwarp();
   cluster_arrive();
   wait_for_previous();
@@ -129,15 +117,12 @@ __global__ void __launch_bounds__(Spread<kBlocks>::kThreads, 1)
   if (most == 0 || part_of_round(0, splits_of(most)) < 0) {
     barrier_wait(shared_address(&s.q_full), 0);  // nothing may come later
   } else {
-    if (group == 0) {
-      if constexpr (kBlocks == 2) take_registers<208>();
-      SpreadScorer<kBlocks>{.job = job, .s = s, .rank = rank, .rows = rows.count, .most = most}
+    if (threadIdx.x < kGroup) {
+      SpreadScorer{.job = job, .s = s, .rank = rank, .rows = rows.count, .most = most}
           .score_rounds();
     } else {
-      if constexpr (kBlocks == 2) give_registers<144>();
-      SpreadAdder<kBlocks> adder{
-          .job = job, .s = s, .rank = rank, .rows = rows.count, .group = group - 1};
-      if (fills) filler.begin_walk(most), filler.begin();
+      SpreadAdder adder{.job = job, .s = s, .rank = rank, .rows = rows.count};
+      if (fills) filler.begin_walk(most), filler.fill();
       adder.add_rounds(rows, [&](int round) {
         if (fills) filler.refill(round);
       });
@@ -150,19 +135,17 @@ __global__ void __launch_bounds__(Spread<kBlocks>::kThreads, 1)
 }  // namespace
 
 // Where all splits find room at once: clusters of 4 on all processors did not, on half of them did.
-bool latent_spread(const LatentTensors& t, Stream stream) {
-  constexpr int kBlocks = 4;
-  using S = Spread<kBlocks>;
+int latent_spread(const LatentTensors& t, Stream stream) {
   const int64_t x = int64_t{t.job.B} * ceil_div(t.job.rows(), kRows);
-  if (3 * x * t.job.parts * kBlocks > 2 * processors()) return false;
-  launch(latent_spread_kernel<kBlocks>,
+  if (3 * x * t.job.parts * kBlocks > 2 * processors()) return 0;
+  launch(latent_spread_kernel,
          {.blocks = dim3(x * kBlocks, t.job.parts),
-          .threads = S::kThreads,
-          .smem = smem_up_to<int{sizeof(S::Smem)}, kSmemSm90>(),
+          .threads = kSpreadThreads,
+          .smem = smem_up_to<int{sizeof(SpreadSmem)}, kSmemSm90>(),
           .cluster = kBlocks,
           .early = true},
          stream, t);
-  return true;
+  return static_cast<int>(x) * t.job.parts * kBlocks;
 }
 
 }  // namespace kdtree::cuda

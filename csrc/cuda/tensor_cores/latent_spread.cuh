@@ -6,50 +6,36 @@
 
 namespace kdtree::cuda::latent_sm90_parts {
 
-// A cluster of 2, 4 or 8 blocks: each scores one tile of a round, and adds kSlice features of all.
-template <int kBlocks>
-struct Spread {
-  static constexpr int kSlice = kLatent / kBlocks, kSliceBoxes = kSlice / kBoxWidth;
-  static constexpr int kAdders = kBlocks == 2 ? 2 : 1;  // warpgroups
-  static constexpr int kColumns = kSlice / kAdders;     // of one
-  static constexpr int kStages = kBlocks == 2 ? 2 : 1;
-  static constexpr int kThreads = (1 + kAdders) * kGroup;
-  static constexpr int kSpare = kStages == 1 ? kTileBytes - kBlocks * kBox : 16;
+// A cluster: each block scores one tile of a round, and adds kSlice features of all.
+inline constexpr int kBlocks = 4, kSlice = kLatent / kBlocks, kSliceBoxes = kSlice / kBoxWidth;
+inline constexpr int kSpreadThreads = 2 * kGroup;
 
-  // Of a round: where its first tile begins, how many there are, how many positions the last one has;
-  // the split's part if it ends it, else -1; whether it is the cluster's last.
-  struct Round {
-    int at, tiles, rest, part, last;
-  };
+// Of a round: where its first tile begins, how many there are, how many positions the last one has;
+// the split's part if it ends it, else -1; whether it is the cluster's last.
+struct Round {
+  int at, tiles, rest, part, last;
+};
 
-  struct Smem {
-    char own[kStages][kTileBytes];                             // latents that are scored here
-    char others[kStages][kBlocks - 1][kSliceBoxes * kBox];     // the slice of those of other blocks
-    char weights[kBlocks][kBox], spare[kSpare];                // of each tile; first the queries
-    float top[2][kBlocks][kRows];                              // of each tile, by turns
-    float sum[kBlocks][kRows];                                 // of its weights, in the first block
-    uint8_t less[kRows];  // positions that a row attends to less than the most of all rows
-    Round rounds[kStages];
-    Walk walk;
-    // Arrivals: weighed 1 and bytes, of the block that scored the tile; done all adding warps of the
-    // cluster, once for a round; tops 1 and bytes, of even and odd rounds; full 1 and bytes.
-    uint64_t full[kStages], others_full[kStages], weighed[kBlocks], tops[2], q_full, q_read, done;
-  };
+struct SpreadSmem {
+  char own[kTileBytes];                             // latents that are scored here
+  char others[kBlocks - 1][kSliceBoxes * kBox];     // the slice of those of other blocks
+  char weights[kBlocks][kBox], spare[kTileBytes - kBlocks * kBox];  // of each tile; first the queries
+  float top[2][kBlocks][kRows];                     // of each tile, by turns
+  float sum[kBlocks][kRows];                        // of its weights, in the first block
+  uint8_t less[kRows];  // positions that a row attends to less than the most of all rows
+  Round round;
+  Walk walk;
+  // Arrivals: weighed 1 and bytes, of the block that scored the tile; done all adding warps of the
+  // cluster, once for a round; tops 1 and bytes, of even and odd rounds; full 1 and bytes.
+  uint64_t full[kShares], others_full, weighed[kBlocks], tops[2], q_full, done;
 
-  __device__ static char* queries(Smem& s) { return kStages == 1 ? s.weights[0] : s.own[kStages - 1]; }
+  // The share of the block's tile is there, or what is said of the round where it has none.
+  __device__ void wait_full(int share, int round) const {
+    barrier_wait(shared_address(&full[share]), round % 2);
+  }
   __device__ static int other(int tile, int rank) { return tile - (tile > rank); }
 };
 
-// v to where `to` stands in block `rank`, whose barrier hears of 4 bytes.
-__device__ inline void send(const float& to, const uint64_t& barrier, int rank, float v) {
-  uint32_t at, told;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(&to)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(shared_address(&barrier)), "r"(rank));
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(at),
-      "f"(v), "r"(told)
-      : "memory");
-}
 // So many bytes to where they stand here in block `rank`.
 __device__ inline void send_bytes(const char* from, int bytes, const uint64_t& barrier, int rank) {
   uint32_t at, told;
@@ -66,11 +52,9 @@ __device__ inline void send_bytes(const char* from, int bytes, const uint64_t& b
 __device__ inline int weight_bytes(int rows) { return ceil_div(rows, 8) * 8 * 128; }
 
 // The warpgroup that scores the block's tile of each round and weighs it.
-template <int kBlocks>
 struct SpreadScorer {
-  using S = Spread<kBlocks>;
   const LatentJob& job;
-  typename S::Smem& s;
+  SpreadSmem& s;
   int rank, rows, most;
   Scores scores;
   float top[2];
@@ -79,8 +63,7 @@ struct SpreadScorer {
     barrier_wait(shared_address(&s.q_full), 0);
 #pragma unroll
     for (int i = 0; i < Scores::kSteps; ++i)
-      scores.load_query(shared_address(S::queries(s)), i, scores.q[i]);
-    warp_arrive(s.q_read);
+      scores.load_query(shared_address(s.weights[0]), i, scores.q[i]);
     group_sync<1>();  // all warps have them: weights may stand there
   }
 
@@ -95,19 +78,22 @@ struct SpreadScorer {
         if (block == rank)
           to = largest[r];
         else
-          send(to, s.tops[turn], block, largest[r]);
+          store_async(&to, &s.tops[turn], block, largest[r]);
     }
     __syncwarp();
   }
 
-  // Scores of the own tile; their largest to all blocks.
-  __device__ void score_tile(int stage, int turn, const typename S::Round& round) {
+  // Scores of the own tile, in round i; their largest to all blocks.
+  __device__ void score_tile(int i, const Round& round) {
     const int count = rank == round.tiles - 1 ? round.rest : kTileKeys;
-    if (count < kTileKeys) clear_rest(s.own[stage], kLatent / kBoxWidth, count);
-    scores.multiply(shared_address(s.own[stage]));
+    if (count < kTileKeys) {
+      for (int share = 0; share < kShares; ++share) s.wait_full(share, i);
+      clear_rest(s.own, kLatent / kBoxWidth, count);
+    }
+    scores.multiply(shared_address(s.own), [&](int share) { s.wait_full(share, i); });
     const int row = row_now(), here = most - round.at - rank * kTileKeys;
     scores.scale_and_cut(job.p.scale * kLog2E, {here - s.less[row], here - s.less[row + 8]});
-    tell(turn, {scores.largest(0, -INFINITY), scores.largest(1, -INFINITY)});
+    tell(i % 2, {scores.largest(0, -INFINITY), scores.largest(1, -INFINITY)});
   }
 
   // The largest score of a row up to this block's tile; top: up to the last one from now on.
@@ -135,9 +121,9 @@ struct SpreadScorer {
     load_queries();
     top[0] = top[1] = -INFINITY;
     for (int i = 0;; ++i) {
-      const int stage = i % S::kStages, turn = i % 2;
-      barrier_wait(shared_address(&s.full[stage]), i / S::kStages % 2);
-      const typename S::Round round = s.rounds[stage];
+      const int turn = i % 2;
+      s.wait_full(0, i);
+      const Round round = s.round;
       const bool own = rank < round.tiles;
       // The adders have all that was sent before.
       const auto wait_done = [&] {
@@ -147,7 +133,7 @@ struct SpreadScorer {
       if (threadIdx.x == 0)
         barrier_expect(shared_address(&s.tops[turn]), (kBlocks - 1) * kRows * 4);
       if (own)
-        score_tile(stage, turn, round);
+        score_tile(i, round);
       else
         tell(turn, {-INFINITY, -INFINITY});
       barrier_wait(shared_address(&s.tops[turn]), i / 2 % 2);
@@ -163,7 +149,7 @@ struct SpreadScorer {
           if (rank == 0)
             to = all;
           else
-            send(to, s.weighed[rank], 0, all);
+            store_async(&to, &s.weighed[rank], 0, all);
         }
         send_weights();
       }
@@ -173,18 +159,16 @@ struct SpreadScorer {
   }
 };
 
-// A warpgroup that adds kColumns features of the latents of all tiles.
-template <int kBlocks>
+// The warpgroup that adds kSlice features of the latents of all tiles.
 struct SpreadAdder {
-  using S = Spread<kBlocks>;
   const LatentJob& job;
-  typename S::Smem& s;
-  int rank, rows, group;
-  float sums[S::kColumns / 8][4], top[2], sum[2];
+  SpreadSmem& s;
+  int rank, rows;
+  float sums[kSlice / 8][4], top[2], sum[2];
 
   __device__ void clear() {
 #pragma unroll
-    for (int n = 0; n < S::kColumns / 8; ++n)
+    for (int n = 0; n < kSlice / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[n][i] = 0;
     top[0] = top[1] = -INFINITY, sum[0] = sum[1] = 0;
@@ -205,11 +189,11 @@ struct SpreadAdder {
       const float now = fmaxf(top[r], largest[r]);
       keep[r] = exp2_of(top[r] - base_of(now));
       top[r] = now;
-      if (rank == 0 && group == 0) sum[r] = fmaf(sum[r], keep[r], s.sum[tile][row_now() + 8 * r]);
+      if (rank == 0) sum[r] = fmaf(sum[r], keep[r], s.sum[tile][row_now() + 8 * r]);
     }
     if (__any_sync(~0u, keep[0] != 1 || keep[1] != 1)) {
 #pragma unroll
-      for (int n = 0; n < S::kColumns / 8; ++n)
+      for (int n = 0; n < kSlice / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[n][i] *= keep[i / 2];
     }
@@ -229,8 +213,8 @@ struct SpreadAdder {
     for (int r = 0; r < 2; ++r) {
       const int own = row + 8 * r;
       Bf16* to = part_of(job, all.b, all.first + min(own, rows - 1), part);
-      store_part(sums, r, to + rank * S::kSlice + group * S::kColumns, own < rows);
-      if (rank == 0 && group == 0 && threadIdx.x % 4 == 0 && own < rows)
+      store_part(sums, r, to + rank * kSlice, own < rows);
+      if (rank == 0 && threadIdx.x % 4 == 0 && own < rows)
         *stats_of(job, all.b, all.first + own, part) = {top[r], sum[r]};
     }
   }
@@ -241,26 +225,23 @@ struct SpreadAdder {
     clear();
     uint32_t parities = 0;  // of the tiles' weights
     for (int i = 0;; ++i) {
-      const int stage = i % S::kStages, turn = i % 2;
-      barrier_wait(shared_address(&s.full[stage]), i / S::kStages % 2);
-      const typename S::Round round = s.rounds[stage];
+      const int turn = i % 2;
+      for (int share = 0; share < kShares; ++share) s.wait_full(share, i);
+      const Round round = s.round;
       barrier_wait(shared_address(&s.tops[turn]), i / 2 % 2);
-      constexpr int kBoxesHere = S::kColumns / kBoxWidth;
       for (int t = 0; t < round.tiles; ++t) {
         const int row = row_now();
         wait_weights(t, parities >> t & 1);
         parities ^= 1 << t;
         const float largest[] = {s.top[turn][t][row], s.top[turn][t][row + 8]};
-        char* keys = t == rank ? s.own[stage] + rank * S::kSliceBoxes * kBox
-                               : s.others[stage][S::other(t, rank)];
-        keys += group * kBoxesHere * kBox;
+        char* keys = t == rank ? s.own + rank * kSliceBoxes * kBox
+                               : s.others[SpreadSmem::other(t, rank)];
         if (t != rank) {
-          barrier_wait(shared_address(&s.others_full[stage]), i / S::kStages % 2);
+          barrier_wait(shared_address(&s.others_full), i % 2);
           if (t == round.tiles - 1 && round.rest < kTileKeys) {
-            clear_rest(keys, kBoxesHere, round.rest);
+            clear_rest(keys, kSliceBoxes, round.rest);
             fence_products();
-            if (group == 0) group_sync<2>();
-            else group_sync<3>();
+            group_sync<2>();
           }
         }
         add_tile(t, keys, largest);

@@ -80,7 +80,7 @@ __device__ inline void load_queries(const MlaPrefillParams& p, int h, int first,
     *x[0] = Bf16(a * cosine - b * sine);
     *x[1] = Bf16(a * sine + b * cosine);
   }
-  asm volatile("fence.proxy.async;" ::: "memory");  // products see the queries
+  fence_products();  // products see the queries
   meet();
 }
 
