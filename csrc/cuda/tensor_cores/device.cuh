@@ -1,6 +1,7 @@
 // What the launchers ask of the current device.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "../common.cuh"
@@ -22,12 +23,15 @@ inline bool device_has_wgmma() {
   return device_has(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
-// Shared memory of a block, in bytes, of which an SM has room for no more blocks than its even share of
-// `blocks`: those of a kernel that begins early would land where the kernel before has left room.
-inline int even_smem(int64_t blocks) {
+// Shared memory of a block, from `least` to `most` bytes, of which an SM has room for no more blocks
+// than its even share of `blocks`: those of a kernel that begins early would land where the kernel
+// before has left room. resident: blocks that an SM's registers have room for
+inline int even_smem(int64_t blocks, int resident, int least, int most) {
   constexpr int kReserved = 1024;  // of a block, by the system
   const int share = static_cast<int>((blocks - 1) / processors() + 1);
-  return device_has(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (share + 1) + 1 - kReserved;
+  if (share >= resident) return least;
+  const int all = device_has(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  return std::clamp(all / (share + 1) + 1 - kReserved, least, most);
 }
 
 }  // namespace kdtree::cuda

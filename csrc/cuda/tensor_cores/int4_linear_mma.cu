@@ -13,8 +13,6 @@
 // Floor   O * I * (1/2 + 1/16) bytes: 7168 -> 18432 is 74 MB, 17 us at 4.4 TB/s (H200). A tile is
 //         some 62 instructions of a warp at 8 rows, and 13 more for each further 8 rows.
 // Needs   w on 16 bytes; where x or the scales are not, elements are loaded one by one.
-#include <algorithm>
-
 #include "int4_product.cuh"
 
 namespace kdtree::cuda {
@@ -141,7 +139,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 template <class Tile>
 void launch_tile(Product p, Stream stream) {
   const Division d = divide<Tile>(p, kMaxRuns);
-  const int smem = std::clamp(even_smem(d.blocks), Tile::kSmem, kSmemEverywhere);
+  const int smem = even_smem(d.blocks, Tile::kBlocks, Tile::kSmem, kSmemEverywhere);
   const Grid grid{d.blocks, Tile::kThreads, smem_up_to<kSmemEverywhere>(smem), d.cluster, true};
   const bool vectors = aligned<Bf16>(p.x, p.x_row) && aligned<Bf16>(p.scale, 0);
   dispatch(vectors, [&](auto v) { launch(int4_linear_mma_kernel<Tile, v>, grid, stream, p); });

@@ -16,8 +16,6 @@
 // Floor   O * I * (1/2 + 1/16) bytes: 7168 -> 18432 is 74 MB, 17 us at 4.3 TB/s (H200). A tile is
 //         some 70 instructions of a warp and one for each row.
 // Needs   w, x, its rows and the scales on 16 bytes, I a multiple of 64.
-#include <algorithm>
-
 #include "int4_product.cuh"
 #include "int4_wgmma.cuh"
 #include "tensor_map.cuh"
@@ -165,8 +163,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 template <class Tile>
 bool launch_tile(Product p, Stream stream) {
   const Division d = divide<Tile>(p, kMaxRuns);
-  const int smem = std::clamp(even_smem(d.blocks), Tile::kSmem, kSmemSm90);
-  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<kSmemSm90, kSmemSm90>(smem), d.cluster, true};
+  const int smem = even_smem(d.blocks, Tile::kBlocks, Tile::kSmem, kSmemSm90);
+  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<kSmemSm90, kSmemSm90>(smem), d.cluster,
+                  true};
   const uint64_t tiles = p.I / kInt4Tile, tile_rows = p.O / kInt4Tile;
   const uint64_t row = (p.T > 1 ? p.x_row : p.I) * sizeof(Bf16);
   Int4TensorProduct job{.p = p};
@@ -196,7 +195,7 @@ bool int4_linear_sm90(const Product& p, Stream stream) {
   // Few blocks have long rings; of many, all are to be resident at once.
   const int64_t blocks = int64_t{ceil_div(p.O, kWarps * kInt4Tile)} * runs_of(p.I, p.O).count;
   const bool few = blocks * ceil_div(p.T, 64) <= 2 * processors();
-  if (p.T <= 16) return !few && launch_tile<Int4WgmmaTile<16, 4, 2, 5>>(p, stream);
+  if (p.T <= 16) return !few && launch_tile<Int4WgmmaTile<16, 4, 2, 6>>(p, stream);
   if (p.T <= 32)
     return few ? launch_tile<Int4WgmmaTile<32, 4, 6, 2>>(p, stream)
                : launch_tile<Int4WgmmaTile<32, 4, 2, 5>>(p, stream);

@@ -180,8 +180,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
     readers_sync<Tile>();
     meeting.arrive_and_wait();
-    add_sums<kBM, kBN, Tile::kReaders>(p, sums, g, t0, o0);
-    meeting.leave();
+    add_sums<kBM, kBN, Tile::kReaders>(p, sums, g, t0, o0, [&] { meeting.leave(); });
   });
   meeting.wait_left();  // nobody ends while its sums are being read
 }

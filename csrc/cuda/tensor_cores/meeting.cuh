@@ -32,11 +32,11 @@ struct Meeting {
     });
     Barrier::wait_for_cluster(at, parity);
   }
-  // A warp has read.
+  // A warp has read. The sooner after its last stores the longer the release takes.
   __device__ void leave() {
     __syncwarp();
     each_block([&](int rank) {
-      asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                        there(at + 8, rank))
                    : "memory");
     });

@@ -149,18 +149,25 @@ __device__ inline void add_tree(float (&v)[kMaxRuns][4], int count) {
 }
 
 // Adds the sums of a cluster's blocks and stores them as outputs, by kThreads threads of each, the
-// elements shared among the blocks. t0, o0: the tile's first row and output
-template <int kBM, int kBN, int kThreads>
-__device__ inline void add_sums(const Product& p, const float* sums, int64_t g, int t0, int o0) {
+// elements shared among the blocks. t0, o0: the tile's first row and output; read(): called by each warp
+// once it has read all
+template <int kBM, int kBN, int kThreads, class Read>
+__device__ inline void add_sums(const Product& p, const float* sums, int64_t g, int t0, int o0,
+                                Read read) {
   constexpr int kQuads = kBM / 4;
-  const int blocks = cluster_blocks(), rows = min(kBN, p.T - t0);
+  const int blocks = cluster_blocks(), rows = min(kBN, p.T - t0), lane = threadIdx.x % kWarp;
+  bool more = true;
 #pragma unroll 1
-  for (int i = cluster_rank() * kThreads + threadIdx.x; i < rows * kQuads; i += blocks * kThreads) {
+  for (int i = cluster_rank() * kThreads + threadIdx.x; more; i += blocks * kThreads) {
     const int row = i / kQuads, o = i % kQuads * 4, left = p.O - o0 - o;
     float v[kMaxRuns][4];
 #pragma unroll
     for (int b = 0; b < kMaxRuns; ++b)
-      if (b < blocks) load_cluster(sums + row * kPitch<kBM> + o, b, v[b]);
+      if (b < blocks && i < rows * kQuads)
+        load_cluster(sums + row * kPitch<kBM> + o, b, v[b]);
+    more = i - lane + blocks * kThreads < rows * kQuads;
+    if (!more) read();
+    if (i >= rows * kQuads) continue;
     add_tree(v, blocks);
     const int64_t at = ((t0 + row) * int64_t{p.G} + g) * p.O + o0 + o;
     const auto put = [&](auto* y) {
@@ -175,7 +182,7 @@ __device__ inline void add_sums(const Product& p, const float* sums, int64_t g, 
 template <int kBM, int kBN, int kThreads>
 __device__ inline void store_tile(const Product& p, const float* sums, int64_t g, int t0, int o0) {
   cluster_sync();
-  add_sums<kBM, kBN, kThreads>(p, sums, g, t0, o0);
+  add_sums<kBM, kBN, kThreads>(p, sums, g, t0, o0, [] {});
   cluster_arrive();
   cluster_wait();  // nobody leaves while its sums are being read
 }
