@@ -84,7 +84,8 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       " float next, float rank) -> (Tensor, Tensor)");
   m.def(
       "state_commit(Tensor(a!) token, Tensor(b!) length, Tensor(c!) active, Tensor limit,"
-      " Tensor stop, Tensor emitted, Tensor count, Tensor logprob, Tensor failed) -> Tensor");
+      " Tensor stop, Tensor emitted, Tensor count, Tensor logprob, Tensor failed,"
+      " Tensor? depth) -> Tensor");
 
   m.def(
       "generation_build(int graph, Tensor packed, Tensor(a!) active, Tensor(b!) ring,"
