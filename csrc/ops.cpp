@@ -87,7 +87,8 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       " float next, float rank) -> (Tensor, Tensor)");
   m.def(
       "state_commit(Tensor(a!) token, Tensor(b!) length, Tensor(c!) active, Tensor limit,"
-      " Tensor stop, Tensor emitted, Tensor count, Tensor logprob, Tensor failed) -> Tensor");
+      " Tensor stop, Tensor emitted, Tensor count, Tensor logprob, Tensor failed,"
+      " Tensor? depth) -> Tensor");
 
   m.def("clock(Tensor(a!) times, int slot) -> ()");
   m.def("choice_build(int graph, Tensor choice, Tensor(a!) record, int count) -> int");

@@ -75,7 +75,8 @@ std::tuple<Tensor, Tensor> ngram_match(const Tensor token, const Tensor length, 
 template <auto Launch>
 Tensor state_commit(Tensor token, Tensor length, Tensor active, const Tensor limit,
                     const Tensor stop, const Tensor emitted, const Tensor count,
-                    const Tensor logprob, const Tensor failed) {
+                    const Tensor logprob, const Tensor failed,
+                    const std::optional<Tensor> depth) {
   check_dim("token", token, 2);
   check_dim("stop", stop, 2);
   check_dim("emitted", emitted, 2);
@@ -90,7 +91,11 @@ Tensor state_commit(Tensor token, Tensor length, Tensor active, const Tensor lim
   check("count", count, {B}, ScalarType::Int, token);
   check("logprob", logprob, {B, J}, ScalarType::Float, token);
   check("failed", failed, {B}, ScalarType::Bool, token);
-  auto record = empty(token, {B, 2 + 2 * J}, ScalarType::Long);
+  if (depth) check_dim("depth", *depth, 2);
+  const int64_t N = depth ? depth->size(1) : 0;
+  if (depth) check("depth", *depth, {B, N}, ScalarType::Int, token);
+  require(!depth || N > 0, "depth has no nodes");
+  auto record = empty(token, {B, (depth ? 4 : 2) + 2 * J}, ScalarType::Long);
   if (B == 0) return record;
   run_on<Launch>(token, StateCommitParams{
                             .token = mutable_data<int64_t>(token),
@@ -102,11 +107,13 @@ Tensor state_commit(Tensor token, Tensor length, Tensor active, const Tensor lim
                             .count = data<int32_t>(count),
                             .logprob = data<float>(logprob),
                             .failed = data<bool>(failed),
+                            .depth = data<int32_t>(depth),
                             .record = mutable_data<int64_t>(record),
                             .B = extent("token", B),
                             .X = extent("token", X),
                             .S = static_cast<int>(S),
                             .J = extent("emitted", J),
+                            .N = extent("depth", N),
                         });
   return record;
 }

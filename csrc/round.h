@@ -51,8 +51,10 @@ struct StateCommitParams {
   const int32_t* count;    // [B], how many of those are emitted, at most J
   const float* logprob;    // [B, J]
   const bool* failed;      // [B]
-  int64_t* record;         // [B, 2 + 2 J]: kept, end, emitted, the bits of logprob
-  int B, X, S, J;
+  const int32_t* depth;    // [B, N], of the tree's nodes; may be null
+  int64_t* record;         // [B, 2 + 2 J]: kept, end, emitted, the bits of logprob; before them where
+                           // there is a depth the greatest of it and count - 1
+  int B, X, S, J, N;
 };
 
 }  // namespace kdtree

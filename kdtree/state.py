@@ -77,11 +77,14 @@ class State:
         """Ends sequence b, whatever it was doing."""
         self.active[b] = False
 
-    def commit(self, path: Path) -> Tensor:
+    def commit(self, path: Path, depth: Tensor | None = None) -> Tensor:
         """Appends what the round emitted, up to the first stop token, then up to the limit.
 
         returns the round's record, [B, 2 + 2 J] int64: tokens kept; RUNNING, STOP, LENGTH or
-        FAILED; the tokens; their log-probabilities' bits. The first `kept` of each are meant.
+        FAILED; the tokens; their log-probabilities' bits. The first `kept` of each are meant. With
+        the depth: [B, N] int32 of the tree's nodes two columns more, first: the depth that the tree
+        offered and the path accepted.
         """
+        outcome = path.token, path.length, path.logprob, path.failed
         mine = self.token, self.length, self.active, self.limit, self.stop
-        return ops.state_commit(*mine, path.token, path.length, path.logprob, path.failed)
+        return ops.state_commit(*mine, *outcome, depth)

@@ -24,7 +24,12 @@ void commit(const StateCommitParams& p, int b) {
   p.length[b] += kept;
   if (end != End::running) p.active[b] = false;
 
-  int64_t* record = p.record + int64_t{b} * (2 + 2 * p.J);
+  int64_t* record = p.record + int64_t{b} * ((p.depth ? 4 : 2) + 2 * p.J);
+  if (p.depth) {
+    const int32_t* depth = p.depth + int64_t{b} * p.N;
+    *record++ = *std::max_element(depth, depth + p.N);
+    *record++ = count - 1;
+  }
   *record++ = kept;
   *record++ = static_cast<int64_t>(end);
   record = std::copy_n(emitted, p.J, record);

@@ -25,7 +25,7 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kUnroll = 8;                 // tokens of a lane in flight
 constexpr int kTile = kWarp * kUnroll;
 constexpr int kSlots = kMaxNodes / kWarp;  // keys a lane keeps
-constexpr int kShort = 16384;              // tokens that one block takes
+constexpr int kShort = 4096;               // tokens that one block takes
 
 struct Shared {
   int64_t suffix[kMaxNodes];             // the last tokens, backwards

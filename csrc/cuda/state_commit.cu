@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kWarp)
   const int b = blockIdx.x, lane = threadIdx.x;
   const int64_t* emitted = p.emitted + int64_t{b} * p.J;
   const float* logprob = p.logprob + int64_t{b} * p.J;
-  int64_t* record = p.record + int64_t{b} * (2 + 2 * p.J);
+  const int before = p.depth ? 2 : 0;
+  int64_t* record = p.record + int64_t{b} * (before + 2 + 2 * p.J) + before;
 
   int64_t stop[kSlots];
   for (int s = 0; s < kSlots; ++s) {
@@ -28,6 +29,10 @@ __global__ void __launch_bounds__(kWarp)
   }
   const int count = min(p.count[b], p.J), length = p.length[b], room = p.limit[b] - length;
   const bool failed = p.failed[b];
+  int deepest = 0;
+  for (int n = lane; p.depth && n < p.N; n += kWarp)
+    deepest = max(deepest, p.depth[int64_t{b} * p.N + n]);
+  deepest = __reduce_max_sync(~0u, deepest);
 
   int stopped = count;
   for (int first = 0; first < p.J; first += kWarp) {
@@ -52,6 +57,7 @@ __global__ void __launch_bounds__(kWarp)
   if (lane > 0) return;
   p.length[b] = length + kept;
   if (end != End::running) p.active[b] = false;
+  if (p.depth) record[-2] = deepest, record[-1] = count - 1;
   record[0] = kept, record[1] = static_cast<int64_t>(end);
 }
 

@@ -64,6 +64,7 @@ def state_commit(
     count: Tensor,
     logprob: Tensor,
     failed: Tensor,
+    depth: Tensor | None = None,
 ) -> Tensor:
     """Appends what a round emitted, up to the first stop token, then up to the limit. In place.
 
@@ -72,14 +73,16 @@ def state_commit(
     stop: [B, S] int64, tokens that end it, -1 for none, S <= 64
     emitted: [B, J] int64, of which count: [B] int32 are meant; logprob: [B, J] float32, of those
     failed: [B] bool: the walk met logits that are not finite
+    depth: [B, N] int32, of the tree's nodes
     returns the record [B, 2 + 2 J] int64: tokens kept; 0 where the sequence goes on, 1 where a stop
-    token, 2 where the limit and 3 where a failure ended it; emitted; the bits of logprob
+    token, 2 where the limit and 3 where a failure ended it; emitted; the bits of logprob. With a
+    depth [B, 4 + 2 J], before all this the depth offered, the greatest, and accepted, count - 1
     """
     return ops.state_commit.default(
-        token, length, active, limit, stop, emitted, count, logprob, failed
+        token, length, active, limit, stop, emitted, count, logprob, failed, depth
     )
 
 
 @register_fake("kdtree::state_commit")
-def _(token, length, active, limit, stop, emitted, count, logprob, failed):
-    return token.new_empty((emitted.shape[0], 2 + 2 * emitted.shape[1]))
+def _(token, length, active, limit, stop, emitted, count, logprob, failed, depth):
+    return token.new_empty((len(token), (2 if depth is None else 4) + 2 * emitted.shape[1]))

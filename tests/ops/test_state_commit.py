@@ -62,6 +62,16 @@ def test_matches_reference(B, J, S, device, rng):
     assert all(torch.equal(x.cpu(), y) for x, y in zip(args, want, strict=True))
 
 
+@pytest.mark.parametrize("N", [1, 33, 64])
+def test_with_the_depths(N, device, rng):
+    args, depth = case(7, 8, device, rng), torch.randint(0, 16, (7, N), generator=rng).int()
+    depth[0], count = 0, args[6].cpu()
+    want = ops.state_commit(*(x.clone() for x in args))
+    got = ops.state_commit(*args, depth.to(device))
+    assert torch.equal(got[:, 2:], want) and got.shape == (7, 20)
+    assert torch.equal(got[:, 0].cpu(), depth.amax(1)) and torch.equal(got[:, 1].cpu(), count - 1)
+
+
 def test_nothing_is_written_beyond(device, rng):
     """A count above J, and a limit above X, which no caller should give."""
     args = case(2, 4, device, rng, X=12)
@@ -92,7 +102,9 @@ def test_empty(device, rng):
 
 
 def test_registration(device, rng):
-    opcheck(torch.ops.kdtree.state_commit, case(3, 8, device, rng))
+    opcheck(torch.ops.kdtree.state_commit, [*case(3, 8, device, rng), None])
+    depth = torch.zeros(3, 5, dtype=torch.int32, device=device)
+    opcheck(torch.ops.kdtree.state_commit, [*case(3, 8, device, rng), depth])
 
 
 @pytest.mark.parametrize(
@@ -108,10 +120,13 @@ def test_registration(device, rng):
         (6, lambda x: x[:, None], r"count has shape \[2, 1\], wants \[2\]"),
         (7, lambda x: x[:, :3], r"logprob has shape \[2, 3\], wants \[2, 4\]"),
         (8, lambda x: x.int(), "failed has dtype Int, wants Bool"),
+        (9, lambda x: x.long(), "depth has dtype Long, wants Int"),
+        (9, lambda x: x[:, :0], "depth has no nodes"),
     ],
 )
 def test_rejects_bad_arguments(place, change, message, device, rng):
-    args = case(2, 4, device, rng)
+    depth = torch.zeros(2, 5, dtype=torch.int32, device=device)
+    args = [*case(2, 4, device, rng), depth]
     args[place] = change(args[place])
     with pytest.raises(RuntimeError, match=message):
         ops.state_commit(*args)
