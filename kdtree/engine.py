@@ -212,7 +212,7 @@ class Engine:
         with phases.phase("commit"):
             self.cache.commit(path)
             told = self.drafter.commit(path, taps)
-            record = self.state.commit(path)
+            record = self.state.commit(path, tree.depth)
         best = path.best(logits, asked.best) if asked.best else None
         return Round.of(tree, path, record, best, asked.traced, phases.times, told)
 

@@ -51,8 +51,8 @@ class Landed:
 class Round:
     """What a round left on the device for the host.
 
-    packed: [B, sum of widths] int64, side by side: depth offered and accepted; State.commit's
-    record; where they are asked, the best log-probabilities' bits and ids after each node of the
+    packed: [B, sum of widths] int64, side by side: State.commit's record, which begins with the
+    depth offered and accepted; where they are asked, the best log-probabilities' bits and ids after each node of the
     path, and the tree: tokens, parents, scores' bits, the path's nodes; the times of Phases; what
     the drafter wants to be told
     """
@@ -72,10 +72,10 @@ class Round:
         times: Tensor,
         told: Tensor | None,
     ) -> "Round":
-        """record: from State.commit; best: from Path.best; times: of Phases"""
+        """record: from State.commit, with depths; best: from Path.best; times: of Phases"""
         B, J = path.token.shape
         k = best[0].shape[2] if best else 0
-        parts = [tree.depth.amax(1, keepdim=True), (path.length - 1)[:, None], record]
+        parts = [record]
         if best:
             parts += [_bits(best[0]).view(B, -1), best[1].view(B, -1)]
         if traced:
