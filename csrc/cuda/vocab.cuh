@@ -172,18 +172,13 @@ __device__ inline uint64_t team_sum(uint64_t x) {
   return team_reduce(x, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
-// The rank of a row's largest logit, in all threads of the team; of a NaN where there is one.
+// The rank of a row's largest logit, in all threads of the team.
 __device__ __noinline__ inline uint64_t row_best(const float* row, int W) {
-  float best = -INFINITY;
-  int at = 0;
-  bool nan = false;
+  uint64_t best = 0;
   for_share<kAhead>(row, W, [&](int id, const float (&x)[kQuad]) {
-    for (int i = 0; i < kQuad; ++i) {  // ids ascend: of equals the first stays
-      nan |= x[i] != x[i];
-      if (x[i] > best) best = x[i], at = id + i;
-    }
+    for (int i = 0; i < kQuad; ++i) best = max(best, rank_of(x[i], id + i));
   });
-  return team_max(rank_of(nan ? NAN : best, at));
+  return team_max(best);
 }
 
 // This thread's part of a row's mass.
