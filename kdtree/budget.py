@@ -97,7 +97,7 @@ class AutoBudget:
 
     def propose(self, state: State) -> TokenTree:
         if not self._drafts:
-            return TokenTree.root(state.root()).masked(state.active)
+            return TokenTree.root(state.token, state.active, state.length)
         if self._size is None:
             drafted = self.draft(state)
             self.take(drafted, self.policy.sizes[int(to_host(drafted.choice))])

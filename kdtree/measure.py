@@ -128,7 +128,7 @@ class _Rounds:
         return tuple(outcome)
 
     def root(self) -> TokenTree:
-        return TokenTree.root(self.state.root())
+        return TokenTree.root(self.state.token, self.state.active, self.state.length)
 
     def again(self, tree: TokenTree, size: int) -> float:
         """Seconds of a round with this tree's first nodes after the same context."""

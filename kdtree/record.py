@@ -52,9 +52,9 @@ class Round:
     """What a round left on the device for the host.
 
     packed: [B, sum of widths] int64, side by side: State.commit's record, which begins with the
-    depth offered and accepted; where they are asked, the best log-probabilities' bits and ids after each node of the
-    path, and the tree: tokens, parents, scores' bits, the path's nodes; the times of Phases; what
-    the drafter wants to be told
+    depth offered and accepted; where they are asked, the best log-probabilities' bits and ids after
+    each node of the path, and the tree: tokens, parents, scores' bits, the path's nodes; the times
+    of Phases; what the drafter wants to be told
     """
 
     packed: Tensor
