@@ -47,13 +47,9 @@ class Graphs:
             self._made[key] = None
             return work()
         if self._made[key] is None:
-            try:
-                self._made[key] = self._capture(work, torch.cuda.CUDAGraph())
-            except RuntimeError as error:
-                self.on, self.steady, self._together, self._chosen = False, True, None, None
-                self._made.clear()
-                warnings.warn(f"decoding goes on without CUDA graphs: {error}", stacklevel=2)
-                return work()
+            self._made[key] = self._captured(work, torch.cuda.CUDAGraph())
+        if self._made.get(key) is None:
+            return work()
         graph, result = self._made[key]
         with torch.cuda.device(self._device):
             graph.replay()
@@ -67,9 +63,9 @@ class Graphs:
         if self._together is None or not self.on or key not in self._made:
             return None
         if key not in self._together:
+            made = self._captured(work, torch.cuda.CUDAGraph(keep_graph=True))
             try:
-                made = self._capture(work, torch.cuda.CUDAGraph(keep_graph=True))
-                self._together[key] = Generation(*made, active)
+                self._together[key] = Generation(*made, active) if made else None
             except RuntimeError as error:
                 self._together = None
                 warnings.warn(f"each round is launched by the host: {error}", stacklevel=2)
@@ -88,19 +84,35 @@ class Graphs:
             self._chosen[key] = None
             return None
         if self._chosen[key] is None:
+            made = [self._captured(first, torch.cuda.CUDAGraph(keep_graph=True))]
+            for each in rest:
+                if not self.on:
+                    return None
+                work = partial(each, made[0][1])
+                made.append(self._captured(work, torch.cuda.CUDAGraph(keep_graph=True)))
+            if not self.on:
+                return None
             try:
-                made = self._capture(first, torch.cuda.CUDAGraph(keep_graph=True))
-                rounds = [
-                    self._capture(partial(each, made[1]), torch.cuda.CUDAGraph(keep_graph=True))
-                    for each in rest
-                ]
-                self._chosen[key] = Choice(made, rounds)
+                self._chosen[key] = Choice(made[0], made[1:])
             except RuntimeError as error:
                 self._chosen = None
                 warnings.warn(f"the host chooses each round's nodes: {error}", stacklevel=2)
                 return None
         self.steady = True
         return self._chosen[key]
+
+    def _captured(
+        self, work: Callable[[], T], graph: torch.cuda.CUDAGraph
+    ) -> tuple[torch.cuda.CUDAGraph, T] | None:
+        """None where it fails: then there are no graphs any more."""
+        try:
+            return self._capture(work, graph)
+        except RuntimeError as error:
+            if self.on:
+                warnings.warn(f"decoding goes on without CUDA graphs: {error}", stacklevel=2)
+            self.on, self.steady = False, True
+            self._made.clear()
+            return None
 
     def _capture(
         self, work: Callable[[], T], graph: torch.cuda.CUDAGraph

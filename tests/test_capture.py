@@ -219,18 +219,49 @@ def test_where_a_capture_fails(monkeypatch):
     assert done == [1, 2, 3, 4, 5, 6] and len(said) == 1 and not graphs.on and graphs.steady
 
 
+def refuse(*_):
+    raise RuntimeError("no such node")
+
+
 def test_where_no_generation_can_be_made(monkeypatch):
-    """Each round is launched by the host, which is said once; before its graph, nothing is made."""
-    graphs = Graphs(torch.device("cpu"))
-
-    def fail(work, graph):
-        raise RuntimeError("no such node")
-
+    """Each round is launched by the host, which is said once; before its first, nothing is made."""
+    graphs, active = Graphs(torch.device("cpu")), torch.ones(1, dtype=torch.bool)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda **options: None)
-    monkeypatch.setattr(graphs, "_capture", fail)
-    graphs.on, graphs._made["known"] = True, (None, None)
-    active = torch.ones(1, dtype=torch.bool)
+    monkeypatch.setattr(graphs, "_capture", lambda work, graph: (graph, work()))
+    monkeypatch.setattr("kdtree.graphs.Generation", refuse)
+    graphs.on, graphs._made["known"] = True, None
     assert graphs.generation("new", int, active) is None
     with pytest.warns(UserWarning, match="round is launched by the host: no such node") as said:
         assert [graphs.generation("known", int, active) for _ in range(3)] == [None] * 3
     assert len(said) == 1 and graphs.on
+
+
+def test_where_no_choice_can_be_made(monkeypatch):
+    """The host chooses, which is said once; the first time, nothing is made."""
+    graphs = Graphs(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda **options: None)
+    monkeypatch.setattr(graphs, "_capture", lambda work, graph: (graph, work()))
+    monkeypatch.setattr("kdtree.graphs.Choice", refuse)
+    graphs.on = True
+    assert graphs.choice("key", int, [str]) is None
+    with pytest.warns(UserWarning, match="host chooses each round's nodes: no such node") as said:
+        assert [graphs.choice("key", int, [str]) for _ in range(3)] == [None] * 3
+    assert len(said) == 1 and graphs.on
+
+
+@needs_cuda
+@pytest.mark.parametrize("refused", [False, True])
+def test_whoever_chooses_the_tokens_are_the_same(refused, monkeypatch):
+    """The same tokens, in rounds launched op by op, from one graph, or from two with the host
+    between; which sizes are chosen may differ, since a round that is ahead is heard of later."""
+    eager, graphed = engines("ngram", "float32", 1, COSTS)
+    if refused:
+        monkeypatch.setattr("kdtree.graphs.Choice", refuse)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(3):
+            prompts, params = call(5 * number, 0.0)
+            got = outcome(graphed.generate(prompts, params))
+            assert got == outcome(eager.generate(prompts, params))
+    assert sum("no such node" in str(w.message) for w in said) == refused
+    assert graphed.drafter.chosen.total() > 50 and len(graphed.drafter.chosen) > 1
