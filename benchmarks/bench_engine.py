@@ -3,10 +3,9 @@
 An oracle drafts the true tokens with the given probability: an upper bound for a drafter that is as
 often right, not a drafter. A row of kind "decode" is one drafter's figures over all prompts, with
 the speed-up over plain decoding beside its acceptance length. On CUDA rounds are replayed from
-graphs, and phases_ms are those of the calls' first rounds; those of EAGER are also launched op by
-op, in rows whose "graphs" is false, and their speed-up is over plain decoding launched so. A row of
-kind "forward" is the time of a forward of N nodes, and over that of one; its drafts are wrong.
-benchmarks/tables.py puts both kinds into README.md.
+graphs; those of EAGER are also launched op by op, in rows whose "graphs" is false, and their speed-
+up is over plain decoding launched so. A row of kind "forward" is the time of a forward of N nodes,
+and over that of one; its drafts are wrong. benchmarks/tables.py puts both kinds into README.md.
 """
 
 from pathlib import Path
