@@ -1,40 +1,34 @@
 """A round whose size the device chooses, as one launch: see csrc/generation.h."""
 
 import weakref
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kdtree import ops
+from kdtree.drafters import Drafted
 from kdtree.record import Landed, Round
 
 Captured = tuple[torch.cuda.CUDAGraph, Round]
 
 
-class Chooses(Protocol):
-    """What comes before a choice leaves it: [1] int32, the number of a round."""
-
-    choice: Tensor
-
-
 class Choice:
-    """Work that chooses, and the rounds of which the device then runs one.
+    """A draft that chooses, and the rounds of which the device then runs one.
 
-    first: its graph and what it left; rounds: each one's graph and what it leaves; all of them
+    draft: its graph and what it left; rounds: each one's graph and what it leaves; all of them
     captured with keep_graph
     Raises RuntimeError where the driver takes no such graph.
     """
 
-    def __init__(self, first: tuple[torch.cuda.CUDAGraph, Chooses], rounds: list[Captured]):
-        graph, chooses = first
+    def __init__(self, draft: tuple[torch.cuda.CUDAGraph, Drafted], rounds: list[Captured]):
+        graph, drafted = draft
         self._rounds = [round for _, round in rounds]
         most = max(round.packed.numel() for round in self._rounds)
-        self.packed = torch.zeros(1 + most, dtype=torch.int64, device=chooses.choice.device)
+        self.packed = torch.zeros(1 + most, dtype=torch.int64, device=drafted.choice.device)
         self._made = ops.choice_build(
-            graph.raw_cuda_graph(), chooses.choice, self.packed, len(rounds)
+            graph.raw_cuda_graph(), drafted.choice, self.packed, len(rounds)
         )
-        keeps = self.packed, first, rounds  # their memory is in use
+        keeps = self.packed, draft, rounds  # their memory is in use
         weakref.finalize(self, _free, self._made, keeps).atexit = False
         for number, (graph, round) in enumerate(rounds):
             ops.choice_add(self._made, number, graph.raw_cuda_graph(), round.packed, self.packed)

@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kdtree.choice import Choice, Chooses
+from kdtree.choice import Choice
+from kdtree.drafters import Drafted
 from kdtree.generation import Generation
 from kdtree.record import Round
 
-T, C = TypeVar("T"), TypeVar("C", bound=Chooses)
+T = TypeVar("T")
 _CAPTURING = Lock()  # one at a time in a process: the collector of garbage is everybody's
 
 
@@ -73,18 +74,21 @@ class Graphs:
         return self._together[key]
 
     def choice(
-        self, key: Hashable, first: Callable[[], C], rest: list[Callable[[C], Round]]
+        self,
+        key: Hashable,
+        draft: Callable[[], Drafted],
+        rest: list[Callable[[Drafted], Round]],
     ) -> Choice | None:
-        """What first() and then one of the rest launch, by first().choice. None the first time of a
+        """What draft() and then one of the rest launch, by draft().choice. None the first time of a
         key, when they are to be run as they are, and where there can be none.
-        rest: rounds, which take what `first` returned"""
+        rest: rounds, which take what `draft` returned"""
         if self._chosen is None or not self.on:
             return None
         if key not in self._chosen:
             self._chosen[key] = None
             return None
         if self._chosen[key] is None:
-            made = [self._captured(first, torch.cuda.CUDAGraph(keep_graph=True))]
+            made = [self._captured(draft, torch.cuda.CUDAGraph(keep_graph=True))]
             for each in rest:
                 if not self.on:
                     return None

@@ -1,6 +1,6 @@
 """Draft trees and accepted paths: plain tensors on the device, no policy."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -70,17 +70,6 @@ class TokenTree:
         """The tree of the first nodes: of a best-first tree, that of a smaller budget."""
         each = (x if x is None else x[:, :nodes].contiguous() for x in self.tensors)
         return TokenTree(*each)
-
-    def masked(self, active: Tensor) -> "TokenTree":
-        """Turns the trees of inactive sequences into padding. active: [B] bool"""
-        off = ~active[:, None]
-        return replace(
-            self,
-            token=self.token.masked_fill(off, 0),
-            parent=self.parent.masked_fill(off, -2),
-            depth=self.depth.masked_fill(off, 0),
-            ancestors=self.ancestors.masked_fill(off, 0),
-        )
 
 
 @dataclass(frozen=True, slots=True)

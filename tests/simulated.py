@@ -62,8 +62,7 @@ class Drafting(Stateless):
         claim = torch.tensor(self.skill.claims).log()
         score = claim * (0.7 + 0.6 * torch.rand(self.rank.shape, generator=self.rng))
         score, root = score.to(self.rank.device), torch.zeros_like(self.rank[:, 0, 0])
-        tree = TokenTree.build(score, self.rank, root, self.nodes - 1, self.chain)
-        return tree.masked(state.active)
+        return TokenTree.build(score, self.rank, root, self.nodes - 1, self.chain, state.active)
 
 
 @dataclass
