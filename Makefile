@@ -44,4 +44,4 @@ racecheck:
 		-m pytest tests/ops -k "cuda and (match or groups or odd_sizes)" -m "not large"
 
 clean:
-	rm -rf build kdtree/_C.so
+	rm -rf build kdtree/_C.so kdtree/_graph.*.so

@@ -1,6 +1,6 @@
 // The library's schemas, in one table, and the threads that its CPU kernels borrow from torch. The
 // ops stand by area in ops_dense.cpp, ops_experts.cpp, ops_latents.cpp, ops_attention.cpp,
-// ops_draft.cpp, ops_tree.cpp, ops_round.cpp and ops_generation.cpp.
+// ops_draft.cpp, ops_tree.cpp and ops_round.cpp.
 #include "ops.h"
 
 #include "cpu/common.h"
@@ -91,12 +91,4 @@ STABLE_TORCH_LIBRARY(kdtree, m) {
       " Tensor? depth) -> Tensor");
 
   m.def("clock(Tensor(a!) times, int slot) -> ()");
-  m.def("choice_build(int graph, Tensor choice, Tensor(a!) record, int count) -> int");
-  m.def("choice_add(int made, int number, int graph, Tensor packed, Tensor(a!) record) -> ()");
-  m.def("choice_end(Tensor record, int made) -> ()");
-  m.def(
-      "generation_build(int graph, Tensor packed, Tensor(a!) active, Tensor(b!) ring,"
-      " Tensor(c!) control) -> int");
-  m.def("graph_launch(Tensor on, int made) -> ()");
-  m.def("graph_free(Tensor on, int made) -> ()");
 }

@@ -1,11 +1,9 @@
-"""A round whose size the device chooses, as one launch: see csrc/generation.h."""
-
-import weakref
+"""A round whose size the device chooses, as one launch: see csrc/graph/graph.h."""
 
 import torch
 from torch import Tensor
 
-from kdtree import ops
+from kdtree import native
 from kdtree.drafters import Drafted
 from kdtree.record import Landed, Round
 
@@ -17,25 +15,27 @@ class Choice:
 
     draft: its graph and what it left; rounds: each one's graph and what it leaves; all of them
     captured with keep_graph
-    Raises RuntimeError where the driver takes no such graph.
+    Raises RuntimeError where the driver takes no such graph, or `kdtree._graph` is missing.
     """
 
     def __init__(self, draft: tuple[torch.cuda.CUDAGraph, Drafted], rounds: list[Captured]):
+        make = native.graph().Choice
         graph, drafted = draft
         self._rounds = [round for _, round in rounds]
         most = max(round.packed.numel() for round in self._rounds)
         self.packed = torch.zeros(1 + most, dtype=torch.int64, device=drafted.choice.device)
-        self._made = ops.choice_build(
-            graph.raw_cuda_graph(), drafted.choice, self.packed, len(rounds)
+        self._made = make(
+            device=self.packed.device.index,
+            before=graph.raw_cuda_graph(),
+            choice=native.address(drafted.choice, torch.int32),
+            record=native.address(self.packed, torch.int64),
+            room=self.packed.numel(),
+            rounds=[_body(*captured) for captured in rounds],
+            keeps=(self.packed, draft, rounds),  # their memory is in use
         )
-        keeps = self.packed, draft, rounds  # their memory is in use
-        weakref.finalize(self, _free, self._made, keeps).atexit = False
-        for number, (graph, round) in enumerate(rounds):
-            ops.choice_add(self._made, number, graph.raw_cuda_graph(), round.packed, self.packed)
-        ops.choice_end(self.packed, self._made)
 
     def launch(self) -> "Choice":
-        ops.graph_launch(self.packed, self._made)
+        self._made.launch(native.stream(self.packed.device))
         return self
 
     def read(self, host: Tensor) -> Landed:
@@ -44,6 +44,7 @@ class Choice:
         return round.read(host[1 : 1 + round.packed.numel()].view(round.packed.shape))
 
 
-def _free(made: int, keeps: tuple) -> None:
-    torch.cuda.synchronize(keeps[0].device)
-    ops.graph_free(keeps[0], made)
+def _body(graph: torch.cuda.CUDAGraph, round: Round) -> tuple[int, int, int]:
+    """Its graph, its record and how many words that has."""
+    packed = round.packed
+    return graph.raw_cuda_graph(), native.address(packed, torch.int64), packed.numel()

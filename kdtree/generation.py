@@ -1,37 +1,44 @@
 """A generation as one launch: rounds follow each other on the device, and the host reads along."""
 
 import time
-import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kdtree import ops
+from kdtree import native
 from kdtree.record import Landed, Round
 
 SLOTS = 64  # rounds that the host may be behind
-ROUNDS, READ, LEAST, ENDED = range(4)  # words of `control`, see csrc/generation.h
+ROUNDS, READ, LEAST, ENDED = range(4)  # words of `control`, see csrc/graph/graph.h
 
 
 class Generation:
     """Rounds of one kind, launched together.
 
     graph: of a round, captured with keep_graph; round: what it leaves; active: [B], who takes part
-    Raises RuntimeError where the driver takes no such graph.
+    Raises RuntimeError where the driver takes no such graph, or `kdtree._graph` is missing.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, round: Round, active: Tensor):
-        B, width = round.packed.shape
-        self._round, self._active, self._graph = round, active, graph  # their memory is in use
-        self._ring = torch.zeros(SLOTS, B * width, dtype=torch.int64, pin_memory=True)
+        make = native.graph().Generation
+        B, words = len(active), round.packed.numel()
+        self._round, self._active = round, active
+        self._ring = torch.zeros(SLOTS, words, dtype=torch.int64, pin_memory=True)
         self._control = torch.zeros(ENDED + B, dtype=torch.int64, pin_memory=True)
         self._words = self._control.numpy()
-        self._made = ops.generation_build(
-            graph.raw_cuda_graph(), round.packed, active, self._ring, self._control
+        self._made = make(
+            device=active.device.index,
+            round=graph.raw_cuda_graph(),
+            packed=native.address(round.packed, torch.int64),
+            active=native.address(active, torch.bool),
+            ring=native.address(self._ring, torch.int64),
+            control=native.address(self._control, torch.int64),
+            B=B,
+            words=words,
+            slots=SLOTS,
+            keeps=(graph, round, active, self._ring, self._control),  # their memory is in use
         )
-        keeps = self._active, self._ring, self._control, graph
-        weakref.finalize(self, _free, self._made, keeps).atexit = False
         self._done = torch.cuda.Event()
 
     def run(self, least: int) -> Iterator[Landed]:
@@ -42,7 +49,7 @@ class Generation:
         words, shape, read = self._words, self._round.packed.shape, 0
         words[:] = 0
         words[LEAST] = least
-        ops.graph_launch(self._active, self._made)
+        self._made.launch(native.stream(self._active.device))
         self._done.record(torch.cuda.current_stream(self._active.device))
         try:
             while True:
@@ -63,8 +70,3 @@ class Generation:
     def end(self, b: int) -> None:
         """Sequence b takes no part in later rounds: the host has seen an end."""
         self._words[ENDED + b] = 1
-
-
-def _free(made: int, keeps: tuple) -> None:
-    torch.cuda.synchronize(keeps[0].device)
-    ops.graph_free(keeps[0], made)

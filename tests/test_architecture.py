@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kdtree import generation
 from kdtree.cache import PAGE
 from kdtree.state import MAX_STOPS
 from kdtree.tree import MAX_DEPTH, MAX_NODES
 from kdtree.weights.formats import GROUP
 
 ROOT = Path(__file__).parent.parent
-KERNELS = sorted((ROOT / "csrc/cuda").glob("**/*.cu"))
+KERNELS = [*sorted((ROOT / "csrc/cuda").rglob("*.cu")), *sorted((ROOT / "csrc/graph").glob("*.cu"))]
 COMMON = (ROOT / "csrc/cuda/common.cuh").read_text()
 FOLDERS = ("csrc", "kdtree", "python", "tests", "benchmarks")
 SOURCES = [
@@ -26,7 +27,7 @@ SOURCES = [
 
 # A module may import those left of it, never those right of it.
 LAYERS = """errors checks files config sampling outputs ops text tree cache weights layers models
-plan verify state request phases record drafters choice generation graphs launches costs
+plan verify state request phases record drafters native choice generation graphs launches costs
 calibration policy budget measure options engine cli
 __main__""".split()
 
@@ -52,9 +53,12 @@ def test_imports_point_left(path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kdtree").rglob("*.py")), ids=lambda p: p.stem)
-def test_only_ops_touches_the_library(path):
+def test_only_ops_and_native_touch_the_libraries(path):
+    text = path.read_text()
     if path.parent.name != "ops":
-        assert not re.search(r"torch\.ops|_C\b", path.read_text())
+        assert not re.search(r"torch\.ops|_C\b", text)
+    if path.stem != "native":
+        assert not re.search(r"import .*\b_graph\b", text)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
@@ -77,9 +81,12 @@ def test_no_launch_outside_launch():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "csrc").rglob("*.*")), ids=lambda p: p.name)
-def test_only_ops_include_torch(path):
+def test_only_faces_include_torch_or_python(path):
+    text = path.read_text()
     if not path.name.startswith("ops"):
-        assert not re.search(r"#include <(torch|ATen|c10|Python)", path.read_text())
+        assert not re.search(r"#include <(torch|ATen|c10)", text)
+    if path.name != "module.cpp":
+        assert not re.search(r"#include <(pybind11|Python)", text)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
@@ -99,7 +106,8 @@ def test_kernel_fits_every_card(path, tmp_path):
     report = run(
         f"nvcc --threads 2 -std=c++20 -O3 --fmad=false {flags} -Xptxas=-v -c {path} -o {binary}"
     ).stderr
-    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
+    kernels = "__global__" in path.read_text()
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == ({"0"} if kernels else set())
     static = max(map(int, re.findall(r"(\d+) bytes smem", report)), default=0)
     (most,) = re.findall(r"kStaticSmem = (\d+) \* 1024", COMMON)
     assert static <= int(most) * 1024
@@ -122,3 +130,5 @@ def test_python_knows_the_header_s_constants():
     pairs = {"kPage": PAGE, "kGroup": GROUP, "kMaxNodes": MAX_NODES, "kMaxDepth": MAX_DEPTH}
     pairs["kMaxStops"] = MAX_STOPS
     assert {name: int(found[name]) for name in pairs} == pairs
+    words = re.findall(r"^  k(\w+),", (ROOT / "csrc/graph/graph.h").read_text(), re.M)
+    assert [getattr(generation, name.upper()) for name in words] == [0, 1, 2, 3]

@@ -18,14 +18,6 @@ from kdtree.ops.attention import (
 from kdtree.ops.dense import add_rms_norm, linear, rms_norm, swiglu
 from kdtree.ops.draft import block_append, block_attention, block_conv, block_embed, edge_scores
 from kdtree.ops.experts import int4_linear, int4_pack, moe_experts, moe_route
-from kdtree.ops.generation import (
-    choice_add,
-    choice_build,
-    choice_end,
-    generation_build,
-    graph_free,
-    graph_launch,
-)
 from kdtree.ops.round import ngram_match, state_commit, tree_place
 from kdtree.ops.tree import (
     clock,
@@ -43,15 +35,9 @@ __all__ = [
     "block_attention",
     "block_conv",
     "block_embed",
-    "choice_add",
-    "choice_build",
-    "choice_end",
     "clock",
     "draft_logits",
     "edge_scores",
-    "generation_build",
-    "graph_free",
-    "graph_launch",
     "int4_linear",
     "int4_pack",
     "kv_compact",

@@ -3,9 +3,7 @@
 // The kernel is one block: it moves `words` words over PCIe to the host and reads 3 + B of them back
 // in one go. Floor: the latency of that read, about 1 us; the writes are not waited for by the next
 // round, only by the fence that puts a record before its count.
-#include <memory>
-
-#include "made_graph.cuh"
+#include "graph.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -40,26 +38,34 @@ __global__ void __launch_bounds__(kThreads) end_of_round(GenerationParams p) {
 
 }  // namespace
 
-int64_t generation_build(GenerationParams p, uint64_t round) {
-  auto made = std::make_unique<MadeGraph>();
-  check(cudaGraphCreate(&made->graph, 0));
+Generation::Generation(int device, cudaGraph_t round, GenerationParams p) : Graph(device) {
+  require_graph("round", round);
+  require_some("B", p.B);
+  require_some("words", p.words);
+  require_some("slots", p.slots);
+  const DeviceGuard guard(device);
+  require_memory("packed", p.packed, device);
+  require_memory("active", p.active, device);
+  require_memory("ring", p.ring, device, cudaMemoryTypeHost);
+  require_memory("control", p.control, device, cudaMemoryTypeHost);
+
+  check(cudaGraphCreate(&graph_, 0));
   cudaGraphConditionalHandle condition;
-  check(cudaGraphConditionalHandleCreate(&condition, made->graph, 1, cudaGraphCondAssignDefault));
+  check(cudaGraphConditionalHandleCreate(&condition, graph_, 1, cudaGraphCondAssignDefault));
   cudaGraphNodeParams loop = {cudaGraphNodeTypeConditional};
   loop.conditional.handle = condition;
   loop.conditional.type = cudaGraphCondTypeWhile;
   loop.conditional.size = 1;
   cudaGraphNode_t node;
-  check(cudaGraphAddNode(&node, made->graph, nullptr, nullptr, 0, &loop));
+  check(cudaGraphAddNode(&node, graph_, nullptr, nullptr, 0, &loop));
 
   const cudaGraph_t body = loop.conditional.phGraph_out[0];
   const cudaGraphNode_t child = add_graph(body, round);
   p.condition = condition;
   add_launch(body, child, [&](Stream stream) {
-    launch(end_of_round, {.blocks = 1, .threads = kThreads}, stream, p);
+    cuda::launch(end_of_round, {.blocks = 1, .threads = kThreads}, stream, p);
   });
-  check(cudaGraphInstantiate(&made->exec, made->graph, 0));
-  return reinterpret_cast<int64_t>(made.release());
+  check(cudaGraphInstantiate(&exec_, graph_, 0));
 }
 
 }  // namespace kdtree::cuda
