@@ -19,15 +19,14 @@
 namespace kdtree::cuda {
 namespace {
 
-constexpr int kMostRows = 8;         // of a block
-constexpr int kOutputs = 4;          // of a block of so many rows, or where there are enough blocks
-constexpr int kFewBlocks = 4 * 148;  // four a processor of a large GPU
-constexpr int kBlocks = 3;           // of a processor at least: 168 registers a thread, no spills
+constexpr int kMostRows = 8;      // of a block
+constexpr int kBlocks = 3;        // of a processor at least: 168 registers a thread, no spills
+constexpr int kProcessors = 148;  // of a large GPU
 
 template <int R, int O, bool kAligned, class X, class W>
 __global__ void __launch_bounds__(kDotThreads, kBlocks)
     linear_kernel(const __grid_constant__ LinearParams p) {
-  begin_early();
+  wait_for_previous();
   const int row_blocks = (p.T - 1) / R + 1;
   const int t0 = blockIdx.x % row_blocks * R, o0 = blockIdx.x / row_blocks * O;
   const int64_t g = blockIdx.y;
@@ -41,6 +40,7 @@ __global__ void __launch_bounds__(kDotThreads, kBlocks)
     w[o] = static_cast<const W*>(p.w) + (g * p.O + min(o0 + o, p.O - 1)) * p.I;
 
   const float sum = block_dot<kAligned>(x, w, p.I);
+  let_next_begin();
   const int64_t t = t0 + threadIdx.x / O, o = o0 + threadIdx.x % O;
   if (threadIdx.x >= R * O || t >= p.T || o >= p.O) return;
   const int64_t at = (t * p.G + g) * p.O + o;
@@ -59,10 +59,17 @@ void launch_linear(const LinearParams& p, Stream stream) {
   launch(linear_kernel<R, O, kAligned, X, W>, grid, stream, p);
 }
 
+// By four outputs a block where they leave blocks enough, else by one. Eight rows, which each block
+// reads from L2, weigh more than many blocks.
 template <int R, class X, class W>
 void launch_aligned(const LinearParams& p, Stream stream) {
-  const int64_t blocks = ((p.T - 1) / R + 1) * int64_t{(p.O - 1) / kOutputs + 1} * p.G;
-  if (blocks >= kFewBlocks || R == kMostRows) return launch_linear<R, kOutputs, true, X, W>(p, stream);
+  constexpr bool kMany = R == kMostRows;
+  constexpr int64_t kEnough = kMany ? kProcessors : 4 * kProcessors;
+  const auto blocks = [&](int outputs) {
+    return ((p.T - 1) / R + 1) * int64_t{(p.O - 1) / outputs + 1} * p.G;
+  };
+  if (blocks(4) >= kEnough) return launch_linear<R, 4, true, X, W>(p, stream);
+  if (kMany && blocks(2) >= kEnough) return launch_linear<R, 2, true, X, W>(p, stream);
   launch_linear<R, 1, true, X, W>(p, stream);
 }
 

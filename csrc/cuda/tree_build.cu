@@ -101,6 +101,7 @@ __device__ Grown grow(const TreeBuildParams& p, const Lists<kStaged>& lists, Nod
       }
       grown.depth = __reduce_min_sync(~0u, least);
     }
+    __syncwarp();  // all nodes have been read
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
       if (!take[s]) continue;

@@ -112,6 +112,7 @@ struct SpreadScorer {
   }
 
   __device__ void send_weights() {
+    __syncwarp();  // who wrote and who did not go on together
     fence_products();
     tell_own();
     group_sync<1>();  // all of them are there
