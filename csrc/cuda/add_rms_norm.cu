@@ -16,6 +16,7 @@ namespace {
 template <class Element, bool kAligned, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     add_rms_norm_kernel(const __grid_constant__ AddRmsNormParams p) {
+  begin_early();
   const int64_t row = int64_t{blockIdx.x} * p.D;
   const auto* x = static_cast<const Element*>(p.x) + row;
   const auto* residual = static_cast<const Element*>(p.residual) + row;
@@ -44,7 +45,8 @@ void add_rms_norm(const AddRmsNormParams& p, Stream stream) {
                          aligned<Element>(p.y, p.D);
     dispatch(vectors, [&](auto is_aligned) {
       dispatch_norm_threads<Element>(p.D, [&](auto threads) {
-        const Grid grid{static_cast<unsigned>(p.T), threads.value};
+        const Grid grid{
+            .blocks = static_cast<unsigned>(p.T), .threads = threads.value, .early = true};
         launch(add_rms_norm_kernel<Element, is_aligned.value, threads.value>, grid, stream, p);
       });
     });

@@ -8,6 +8,7 @@
 //         393 KB: launch latency.
 // Needs   nothing: elements are read one by one, coalesced.
 #include "block.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -18,6 +19,7 @@ constexpr int kWarps = kThreads / kWarp;
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     block_append_kernel(const __grid_constant__ BlockAppendParams p) {
+  begin_early();
   const int q = blockIdx.x / p.J, i = blockIdx.x % p.J, l = blockIdx.y;
   const int64_t kept = p.kept ? p.kept[q] : p.J, end = p.start[q] + kept;
   const int64_t position = int64_t{p.start[q]} + i;
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void block_append(const BlockAppendParams& p, Stream stream) {
   dispatch(p.dtype, [&](auto element) {
-    const Grid grid{dim3(p.Q * p.J, p.L), kThreads};
+    const Grid grid{.blocks = dim3(p.Q * p.J, p.L), .threads = kThreads, .early = true};
     launch(block_append_kernel<decltype(element)>, grid, stream, p);
   });
 }

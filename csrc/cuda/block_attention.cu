@@ -24,6 +24,7 @@
 #include <algorithm>
 
 #include "block.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -199,6 +200,7 @@ __device__ void add_values(const Smem& s, int c, int count, float (&acc)[kRows])
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) partial_kernel(const __grid_constant__ BlockLaunch a) {
+  begin_early();
   const BlockAttentionParams& p = a.p;
   const Queries queries(a, static_cast<int>(blockIdx.x));
   const Keys keys(p, queries.b);
@@ -251,6 +253,7 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const __grid_constant
 // out = sum over the runs in order of 2^(top - largest top) * acc, over the same of the sums.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ BlockLaunch a) {
+  begin_early();
   const BlockAttentionParams& p = a.p;
   const int64_t row = int64_t{a.first} * p.N * p.H + blockIdx.x;
   const Keys keys(p, static_cast<int>(row / p.H / p.N));
@@ -282,8 +285,10 @@ void run(const BlockAttentionParams& p, Stream stream) {
     const int count = std::min(at_once, p.B - a.first);
     const dim3 blocks(count * p.G * a.row_blocks, a.parts);
     const DynamicSmem smem = smem_up_to<Smem::bytes(kMaxHead)>(Smem::bytes(p.width));
-    launch(partial_kernel<Element>, {blocks, kThreads, smem}, stream, a);
-    launch(merge_kernel<Element>, {dim3(count * p.N * p.H), kThreads}, stream, a);
+    launch(partial_kernel<Element>,
+           {.blocks = blocks, .threads = kThreads, .smem = smem, .early = true}, stream, a);
+    launch(merge_kernel<Element>,
+           {.blocks = dim3(count * p.N * p.H), .threads = kThreads, .early = true}, stream, a);
   }
 }
 

@@ -7,6 +7,7 @@
 // Floor   2 * T * D elements of HBM: at 8 slots of 7168, bf16, 229 KB: launch latency.
 // Needs   nothing: elements are read one by one, coalesced.
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -16,6 +17,7 @@ constexpr int kThreads = 256;
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     block_conv_kernel(const __grid_constant__ BlockConvParams p) {
+  begin_early();
   const int64_t t = blockIdx.x;
   const int taps = min(p.taps, static_cast<int>(t % p.N) + 1), share = p.D / p.groups;
   const auto* x = static_cast<const Element*>(p.x) + t * p.D;
@@ -37,7 +39,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void block_conv(const BlockConvParams& p, Stream stream) {
   dispatch(p.dtype, [&](auto element) {
-    const Grid grid{static_cast<unsigned>(p.T), kThreads};
+    const Grid grid{
+        .blocks = static_cast<unsigned>(p.T), .threads = kThreads, .early = true};
     launch(block_conv_kernel<decltype(element)>, grid, stream, p);
   });
 }

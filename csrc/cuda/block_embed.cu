@@ -7,6 +7,7 @@
 // Floor   B * N * D elements of HBM: at 8 slots of 7168, bf16, 115 KB: launch latency.
 // Needs   nothing: elements are read one by one, coalesced.
 #include "block.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -16,6 +17,7 @@ constexpr int kThreads = 256;
 template <class Element, class Table>
 __global__ void __launch_bounds__(kThreads)
     block_embed_kernel(const __grid_constant__ BlockEmbedParams p) {
+  begin_early();
   const int b = blockIdx.x / p.N;
   const bool root = blockIdx.x % p.N == 0;
   const int64_t id = root ? clamped_id(root_of(p.token, p.length, p.X, b), p.W) : 0;
@@ -31,7 +33,8 @@ __global__ void __launch_bounds__(kThreads)
 void block_embed(const BlockEmbedParams& p, Stream stream) {
   dispatch(p.dtype, [&](auto element) {
     dispatch(p.table_dtype, [&](auto table) {
-      const Grid grid{static_cast<unsigned>(p.B * p.N), kThreads};
+      const Grid grid{
+          .blocks = static_cast<unsigned>(p.B * p.N), .threads = kThreads, .early = true};
       launch(block_embed_kernel<decltype(element), decltype(table)>, grid, stream, p);
     });
   });

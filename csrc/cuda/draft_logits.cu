@@ -11,13 +11,15 @@
 //         and 4.8 TB/s (H200). A pass over a block's 20480 ids takes about 2 us, that with the
 //         noise about 5 us.
 // Needs   W <= 2^24.
+#include "early.cuh"
 #include "vocab.cuh"
 
 namespace kdtree::cuda {
 namespace {
 
-__global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads)
     draft_logits_kernel(const __grid_constant__ DraftLogitsParams p) {
+  begin_early();
   const int64_t t = blockIdx.x / kTeam;
   const int b = t / p.J, j = t % p.J;
   const float* row = p.logits + t * p.W;
@@ -51,7 +53,9 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads)
 }  // namespace
 
 void draft_logits(const DraftLogitsParams& p, Stream stream) {
-  launch(draft_logits_kernel, {p.B * p.J * kTeam, kRowThreads}, stream, p);
+  const Grid grid{
+      .blocks = p.B * p.J * kTeam, .threads = kRowThreads, .cluster = kTeam, .early = true};
+  launch(draft_logits_kernel, grid, stream, p);
 }
 
 }  // namespace kdtree::cuda

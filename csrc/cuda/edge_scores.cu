@@ -12,6 +12,7 @@
 //         dependent reads.
 // Needs   M <= 64.
 #include "block.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -49,6 +50,7 @@ __device__ inline float log_sum(const float (&x)[kTo], int M) {
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     edge_scores_kernel(const __grid_constant__ EdgeScoresParams p) {
+  begin_early();
   __shared__ float start[kMaxNodes][kStride], after[kMaxNodes][kStride];
   const int64_t at = blockIdx.x;
   const int b = at / p.J, j = at % p.J, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -111,7 +113,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void edge_scores(const EdgeScoresParams& p, Stream stream) {
   dispatch(p.dtype, [&](auto element) {
-    const Grid grid{static_cast<unsigned>(p.B * p.J), kThreads};
+    const Grid grid{
+        .blocks = static_cast<unsigned>(p.B * p.J), .threads = kThreads, .early = true};
     launch(edge_scores_kernel<decltype(element)>, grid, stream, p);
   });
 }

@@ -10,6 +10,7 @@
 // Needs   nothing: rows move in the largest unit, 16, 4, 2 or 1 bytes, that divides their size and
 //         address.
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -20,6 +21,7 @@ constexpr int kMoves = 16;  // rows in registers; a path of the deepest tree is 
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
     kv_compact_kernel(const __grid_constant__ KvCompactParams p) {
+  begin_early();
   const int b = blockIdx.x, l = blockIdx.y;
   const int units = static_cast<int>(int64_t{p.Z} * p.element_size / int64_t{sizeof(Unit)});
   auto* layer = static_cast<Unit*>(p.cache) + l * p.pages * kPage * units;
@@ -58,7 +60,7 @@ bool launch_if_aligned(const KvCompactParams& p, Stream stream) {
   const int64_t row_bytes = int64_t{p.Z} * p.element_size;
   if ((reinterpret_cast<uintptr_t>(p.cache) | row_bytes) % sizeof(Unit) != 0) return false;
   const dim3 blocks(p.B, p.L);
-  launch(kv_compact_kernel<Unit>, {blocks, kThreads}, stream, p);
+  launch(kv_compact_kernel<Unit>, {.blocks = blocks, .threads = kThreads, .early = true}, stream, p);
   return true;
 }
 

@@ -13,18 +13,21 @@
 //         2.6 us at 4.3 TB/s (H200).
 // Needs   nothing: where I, w or x are not made of 16-byte vectors, elements are loaded one by one.
 #include "dot.cuh"
+#include "early.cuh"
 #include "tensor_cores/linear.cuh"
 
 namespace kdtree::cuda {
 namespace {
 
-constexpr int kOutputs = 4;          // of a block, where there are enough blocks
+constexpr int kMostRows = 8;         // of a block
+constexpr int kOutputs = 4;          // of a block of so many rows, or where there are enough blocks
 constexpr int kFewBlocks = 4 * 148;  // four a processor of a large GPU
 constexpr int kBlocks = 3;           // of a processor at least: 168 registers a thread, no spills
 
 template <int R, int O, bool kAligned, class X, class W>
 __global__ void __launch_bounds__(kDotThreads, kBlocks)
     linear_kernel(const __grid_constant__ LinearParams p) {
+  begin_early();
   const int row_blocks = (p.T - 1) / R + 1;
   const int t0 = blockIdx.x % row_blocks * R, o0 = blockIdx.x / row_blocks * O;
   const int64_t g = blockIdx.y;
@@ -50,14 +53,16 @@ __global__ void __launch_bounds__(kDotThreads, kBlocks)
 template <int R, int O, bool kAligned, class X, class W>
 void launch_linear(const LinearParams& p, Stream stream) {
   const int64_t blocks = ((p.T - 1) / R + 1) * int64_t{(p.O - 1) / O + 1};
-  const Grid grid{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.G)), kDotThreads};
+  const Grid grid{.blocks = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.G)),
+                  .threads = kDotThreads,
+                  .early = true};
   launch(linear_kernel<R, O, kAligned, X, W>, grid, stream, p);
 }
 
 template <int R, class X, class W>
 void launch_aligned(const LinearParams& p, Stream stream) {
   const int64_t blocks = ((p.T - 1) / R + 1) * int64_t{(p.O - 1) / kOutputs + 1} * p.G;
-  if (blocks >= kFewBlocks) return launch_linear<R, kOutputs, true, X, W>(p, stream);
+  if (blocks >= kFewBlocks || R == kMostRows) return launch_linear<R, kOutputs, true, X, W>(p, stream);
   launch_linear<R, 1, true, X, W>(p, stream);
 }
 
@@ -69,7 +74,7 @@ void linear(const LinearParams& p, Stream stream) {
   if (p.T == 1) return launch_aligned<1, X, W>(p, stream);
   if (p.T == 2) return launch_aligned<2, X, W>(p, stream);
   if (p.T <= 4) return launch_aligned<4, X, W>(p, stream);
-  launch_aligned<8, X, W>(p, stream);
+  launch_aligned<kMostRows, X, W>(p, stream);
 }
 
 // bf16 rows and weights, on tensor cores.

@@ -9,6 +9,7 @@
 // Floor   2 * T * (C + R) elements of HBM: at 576 bf16 and T = 64 that is 147 KB, in FP8 116 KB, so
 //         this kernel is bound by launch latency.
 // Needs   nothing: elements are read one by one, coalesced.
+#include "early.cuh"
 #include "fp8.cuh"
 #include "mla.cuh"
 
@@ -54,6 +55,7 @@ __device__ void store_fp8(int C, Latent&& latent, uint8_t* row) {
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     mla_append_kernel(const __grid_constant__ MlaAppendParams p) {
+  begin_early();
   const int slot = p.slot[blockIdx.x];
   if (slot < 0 || slot >= p.slots) return;
   const auto* x = static_cast<const Element*>(p.kv) + blockIdx.x * p.kv_stride;
@@ -80,7 +82,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void mla_append(const MlaAppendParams& p, Stream stream) {
   dispatch(p.dtype, [&](auto element) {
-    launch(mla_append_kernel<decltype(element)>, {p.T, kThreads}, stream, p);
+    const Grid grid{.blocks = p.T, .threads = kThreads, .early = true};
+    launch(mla_append_kernel<decltype(element)>, grid, stream, p);
   });
 }
 

@@ -17,6 +17,7 @@
 #include <cmath>
 
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -104,6 +105,7 @@ __device__ bool is_open(const MoeRouteParams& p, int e, float c, float* choice, 
 template <bool kSoftmax, bool kGroups>
 __global__ void __launch_bounds__(kMaxExperts)
     moe_route_kernel(const __grid_constant__ MoeRouteParams p) {
+  begin_early();
   const int64_t t = blockIdx.x;
   const int e = threadIdx.x;
   const bool padded = p.position && p.position[t] < 0;  // routed all the same, and then forgotten
@@ -160,7 +162,8 @@ void moe_route(const MoeRouteParams& p, Stream stream) {
   const unsigned threads = ceil_div(p.E, kWarp) * kWarp;
   dispatch(p.scoring == Scoring::softmax, [&](auto softmax) {
     dispatch(p.groups > 1, [&](auto groups) {
-      launch(moe_route_kernel<softmax.value, groups.value>, {p.T, threads}, stream, p);
+      const Grid grid{.blocks = p.T, .threads = threads, .early = true};
+      launch(moe_route_kernel<softmax.value, groups.value>, grid, stream, p);
     });
   });
 }

@@ -15,6 +15,7 @@
 #include <cooperative_groups.h>
 
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -157,6 +158,7 @@ __device__ void write(const int64_t* text, int last, const NgramMatchParams& p, 
 
 __global__ void __launch_bounds__(kThreads)
     ngram_match_kernel(const __grid_constant__ NgramMatchParams p) {
+  begin_early();
   extern __shared__ __align__(16) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const auto team = cooperative_groups::this_cluster();
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void ngram_match(const NgramMatchParams& p, Stream stream) {
   const int blocks = p.X > kShort ? kTeam : 1;
-  const Grid grid{p.B * blocks, kThreads, smem_up_to<sizeof(Shared)>(), blocks};
+  const Grid grid{p.B * blocks, kThreads, smem_up_to<sizeof(Shared)>(), blocks, true};
   launch(ngram_match_kernel, grid, stream, p);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 

@@ -13,6 +13,7 @@
 // Needs   W <= 2^24.
 #include <cfloat>
 
+#include "early.cuh"
 #include "select.cuh"
 
 namespace kdtree::cuda {
@@ -109,8 +110,9 @@ struct Draw {
   }
 };
 
-__global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 2)
+__global__ void __launch_bounds__(kRowThreads, 2)
     sample_kernel(const __grid_constant__ SampleParams p) {
+  begin_early();
   const int64_t t = blockIdx.x / kTeam;
   const int b = t / p.N, position = p.position[t];
   const float* row = p.logits + t * p.W;
@@ -150,7 +152,9 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads, 2)
 }  // namespace
 
 void sample(const SampleParams& p, Stream stream) {
-  launch(sample_kernel, {p.B * p.N * kTeam, kRowThreads}, stream, p);
+  const Grid grid{
+      .blocks = p.B * p.N * kTeam, .threads = kRowThreads, .cluster = kTeam, .early = true};
+  launch(sample_kernel, grid, stream, p);
 }
 
 }  // namespace kdtree::cuda

@@ -8,6 +8,7 @@
 // Floor   8 * S + 12 * J bytes a sequence: launch latency and one load.
 // Needs   S <= 64.
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -16,6 +17,7 @@ constexpr int kSlots = kMaxStops / kWarp;
 
 __global__ void __launch_bounds__(kWarp)
     state_commit_kernel(const __grid_constant__ StateCommitParams p) {
+  begin_early();
   const int b = blockIdx.x, lane = threadIdx.x;
   const int64_t* emitted = p.emitted + int64_t{b} * p.J;
   const float* logprob = p.logprob + int64_t{b} * p.J;
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(kWarp)
 }  // namespace
 
 void state_commit(const StateCommitParams& p, Stream stream) {
-  launch(state_commit_kernel, {p.B, kWarp}, stream, p);
+  launch(state_commit_kernel, {.blocks = p.B, .threads = kWarp, .early = true}, stream, p);
 }
 
 }  // namespace kdtree::cuda

@@ -8,6 +8,7 @@
 //         4.8 TB/s (H200).
 // Needs   nothing: where F, x or y are not made of 16-byte vectors, elements are moved one by one.
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -19,6 +20,7 @@ constexpr int kVec = 16 / sizeof(Element);
 
 template <class Element, bool kAligned>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluParams p) {
+  begin_early();
   const int64_t row = blockIdx.x;
   const int f = (blockIdx.y * kThreads + threadIdx.x) * kVec<Element>;
   if (f >= p.F) return;
@@ -41,7 +43,8 @@ void swiglu(const SwigluParams& p, Stream stream) {
     const bool vectors = aligned<Element>(p.x, p.F) && aligned<Element>(p.y, p.F);
     dispatch(vectors, [&](auto is_aligned) {
       const unsigned parts = ceil_div(p.F, kThreads * kVec<Element>);
-      const Grid grid{dim3(static_cast<unsigned>(p.T), parts), kThreads};
+      const Grid grid{
+          .blocks = dim3(static_cast<unsigned>(p.T), parts), .threads = kThreads, .early = true};
       launch(swiglu_kernel<Element, is_aligned.value>, grid, stream, p);
     });
   });

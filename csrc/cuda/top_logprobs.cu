@@ -9,6 +9,7 @@
 // Floor   4 * T * W bytes of HBM: 0.66 MB and 0.14 us a row at W = 163840 and 4.8 TB/s (H200), so
 //         a few rows are bound by the passes and the cluster's barriers, about 2 us each.
 // Needs   k <= 64, k <= W <= 2^24.
+#include "early.cuh"
 #include "select.cuh"
 
 namespace kdtree::cuda {
@@ -21,8 +22,9 @@ struct Best {
   int count;
 };
 
-__global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads)
     top_logprobs_kernel(const __grid_constant__ TopLogprobsParams p) {
+  begin_early();
   __shared__ Best best;
   __shared__ uint64_t gathered[kMaxBest];
   const int64_t t = blockIdx.x / kTeam;
@@ -72,7 +74,9 @@ __global__ void __cluster_dims__(kTeam) __launch_bounds__(kRowThreads)
 }  // namespace
 
 void top_logprobs(const TopLogprobsParams& p, Stream stream) {
-  launch(top_logprobs_kernel, {p.T * kTeam, kRowThreads}, stream, p);
+  const Grid grid{
+      .blocks = p.T * kTeam, .threads = kRowThreads, .cluster = kTeam, .early = true};
+  launch(top_logprobs_kernel, grid, stream, p);
 }
 
 }  // namespace kdtree::cuda

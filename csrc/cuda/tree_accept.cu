@@ -8,6 +8,7 @@
 // Floor   25 bytes a node, at most 1.6 KB a sequence: bound by launch latency and one load.
 // Needs   N <= 64.
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -24,6 +25,7 @@ struct Node {
 
 __global__ void __launch_bounds__(kWarp)
     tree_accept_kernel(const __grid_constant__ TreeAcceptParams p) {
+  begin_early();
   const int lane = threadIdx.x;
   const int64_t row = int64_t{blockIdx.x} * p.N;
   int32_t* path = p.path + int64_t{blockIdx.x} * p.J;
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kWarp)
 }  // namespace
 
 void tree_accept(const TreeAcceptParams& p, Stream stream) {
-  launch(tree_accept_kernel, {p.B, kWarp}, stream, p);
+  launch(tree_accept_kernel, {.blocks = p.B, .threads = kWarp, .early = true}, stream, p);
 }
 
 }  // namespace kdtree::cuda

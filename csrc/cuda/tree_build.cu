@@ -14,6 +14,7 @@
 //         that is too much only the order of the lists, and scores come from L1 or L2.
 // Floor   launch and about 25 dependent steps (63 nodes) of a reduction, a vote and three reads.
 // Needs   N <= 64, M <= 64, J <= 15.
+#include "early.cuh"
 #include "tree_lists.cuh"
 
 namespace kdtree::cuda {
@@ -229,6 +230,7 @@ __device__ void pad(const TreeBuildParams& p, int64_t b) {
 template <bool kStaged>
 __global__ void __launch_bounds__(kThreads)
     tree_build_kernel(const __grid_constant__ TreeBuildParams p) {
+  begin_early();
   extern __shared__ __align__(16) char smem[];
   __shared__ int64_t tokens[kMaxDepth * kMaxNodes];
   __shared__ Node taken[kTaken], nodes[kTaken];
@@ -282,10 +284,11 @@ __global__ void __launch_bounds__(kThreads)
 void tree_build(const TreeBuildParams& p, Stream stream) {
   const int size = Lists<true>::size(p.J, p.M, p.edges);
   const int staged = size * static_cast<int>(sizeof(Entry) + 1);
-  if (staged <= kMaxSmem)
-    launch(tree_build_kernel<true>, {p.B, kThreads, smem_up_to<kMaxSmem>(staged)}, stream, p);
-  else
-    launch(tree_build_kernel<false>, {p.B, kThreads, smem_up_to<kMaxSmem>(size)}, stream, p);
+  Grid grid{.blocks = p.B, .threads = kThreads, .early = true};
+  dispatch(staged <= kMaxSmem, [&](auto stages) {
+    grid.smem = smem_up_to<kMaxSmem>(stages ? staged : size);
+    launch(tree_build_kernel<stages>, grid, stream, p);
+  });
 }
 
 }  // namespace kdtree::cuda

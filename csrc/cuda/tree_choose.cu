@@ -6,6 +6,7 @@
 //         shared memory.
 // Needs   N <= 64, S <= 64.
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -37,6 +38,7 @@ __device__ float chance_of(const Shared& s, const float* factor, int n) {
 
 __global__ void __launch_bounds__(kMaxNodes)
     tree_choose_kernel(const __grid_constant__ TreeChooseParams p) {
+  begin_early();
   __shared__ Shared s;
   const int n = threadIdx.x;
   float tokens = 0;
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kMaxNodes)
 }  // namespace
 
 void tree_choose(const TreeChooseParams& p, Stream stream) {
-  launch(tree_choose_kernel, {1, kMaxNodes}, stream, p);
+  launch(tree_choose_kernel, {.blocks = 1, .threads = kMaxNodes, .early = true}, stream, p);
 }
 
 }  // namespace kdtree::cuda

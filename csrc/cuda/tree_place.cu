@@ -6,6 +6,7 @@
 // Floor   20 bytes a node, or 12 of a chain: launch latency and two dependent reads.
 // Needs   nothing.
 #include "common.cuh"
+#include "early.cuh"
 
 namespace kdtree::cuda {
 namespace {
@@ -14,6 +15,7 @@ constexpr int kThreads = 128;
 
 __global__ void __launch_bounds__(kThreads)
     tree_place_kernel(const __grid_constant__ TreePlaceParams p) {
+  begin_early();
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= int64_t{p.B} * p.N) return;
   const int b = static_cast<int>(at / p.N), n = static_cast<int>(at % p.N);
@@ -28,7 +30,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void tree_place(const TreePlaceParams& p, Stream stream) {
-  launch(tree_place_kernel, {ceil_div(p.B * p.N, kThreads), kThreads}, stream, p);
+  const Grid grid{
+      .blocks = ceil_div(p.B * p.N, kThreads), .threads = kThreads, .early = true};
+  launch(tree_place_kernel, grid, stream, p);
 }
 
 }  // namespace kdtree::cuda

@@ -93,7 +93,7 @@ __device__ void multiply_run(const Int4Stages& at, Ring<kStages> ring, int run, 
       multiply_tile<kBoxLine>(load_shared(w + kTileBytes), x + second, {scale[2], scale[3]}, sum);
     }
     __syncwarp();
-    if (lane == 0) ring.arrive(ring.empty());
+    if (lane == 0) Barrier::arrive(ring.empty());
   }
 }
 

@@ -127,7 +127,7 @@ __device__ inline void multiply_run(const Int4TensorProduct& job, uint32_t smem,
                               smem + use.slot * Tile::kRows};
     step.multiply(sum);
     __syncwarp();
-    if (lane == 0) use.arrive(use.empty());
+    if (lane == 0) Barrier::arrive(use.empty());
   }
 }
 

@@ -1,7 +1,7 @@
 // A warp's part of a product with INT4 tiles in shared memory.
 #pragma once
 
-#include "early.cuh"
+#include "../early.cuh"
 #include "product.cuh"
 
 namespace kdtree::cuda {

@@ -8,7 +8,8 @@
 #include <cstddef>
 
 #include "../mma.cuh"
-#include "async.cuh"
+#include "barrier.cuh"
+#include "../early.cuh"
 
 namespace kdtree::cuda {
 

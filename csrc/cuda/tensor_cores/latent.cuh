@@ -18,8 +18,9 @@
 #pragma once
 
 #include "../mma.cuh"
-#include "async.cuh"
+#include "barrier.cuh"
 #include "device.cuh"
+#include "../early.cuh"
 
 namespace kdtree::cuda {
 

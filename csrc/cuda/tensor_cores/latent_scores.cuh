@@ -69,12 +69,6 @@ template <int kBarrier>
 __device__ inline void group_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kGroup) : "memory");
 }
-// At the barrier that stands there in block `rank` of the cluster.
-__device__ inline void arrive_there(const uint64_t& barrier, int rank) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(&barrier)), "r"(rank));
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
 
 // Zeros in `boxes` boxes of 64 positions from position `count` on, by a warpgroup.
 __device__ inline void clear_rest(char* keys, int boxes, int count) {

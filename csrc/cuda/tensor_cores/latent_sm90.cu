@@ -38,7 +38,7 @@ __device__ inline void fill_tiles(const Smem& s, Walk walk, Fill fill) {
 // By one thread.
 __device__ inline void load_queries(const LatentTensors& t, const Smem& s, const Rows& rows) {
   const uint32_t full = shared_address(&s.q_full), q = shared_address(s.q);
-  barrier_expect(full, kTileBytes);
+  Barrier::expect(full, kTileBytes);
   for (int i = 0; i < kBoxes; ++i)
     tensor_copy(q + i * kBox, t.q, i * kBoxWidth, rows.first_query(t.job), 0, full);
 }
@@ -48,8 +48,8 @@ __device__ inline void copy_tiles(const LatentTensors& t, const Smem& s, const R
   const int32_t* table = table_of(t.job, rows.b);
   const auto fill = [&](const Place& place, int at, int) {
     const int page = table[at / kPage];
-    barrier_wait(place.empty(), place.parity ^ 1);
-    barrier_expect(place.full(), kTileBytes);
+    Barrier::wait(place.empty(), place.parity ^ 1);
+    Barrier::expect(place.full(), kTileBytes);
     for (int i = 0; i < kBoxes; ++i)
       tensor_copy(place.at() + i * kBox, t.cache, i * kBoxWidth, 0, page, place.full());
   };
@@ -78,12 +78,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Rows rows(job, blockIdx.x);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (threadIdx.x == kReaders) {
-    barrier_init(shared_address(&s.q_full));
+    Barrier::init(shared_address(&s.q_full), 1);
     for (int i = 0; i < 2; ++i) {
-      barrier_init_for(shared_address(&s.full[i]), kFp8 ? kGroupWarps : 1);
-      barrier_init_for(shared_address(&s.empty[i]), kReaders / kWarp);
+      Barrier::init(shared_address(&s.full[i]), kFp8 ? kGroupWarps : 1);
+      Barrier::init(shared_address(&s.empty[i]), kReaders / kWarp);
     }
-    barrier_init_fence();
+    Barrier::fence_init();
   }
   wait_for_previous();
   let_next_begin();

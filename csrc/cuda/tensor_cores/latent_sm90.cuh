@@ -22,11 +22,6 @@ struct Smem {
   uint64_t full[2], empty[2], q_full;
 };
 
-// Its phase ends when so many have arrived.
-__device__ inline void barrier_init_for(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
 // Of the tile that the warpgroup `of` weighs: it tells when all its threads have, the other waits.
 __device__ inline void tell_weighed(int of) {
   fence_products();  // they see the weights
@@ -45,7 +40,7 @@ struct Place {
   __device__ uint32_t full() const { return shared_address(&s.full[i]); }
   __device__ uint32_t empty() const { return shared_address(&s.empty[i]); }
   __device__ uint32_t at() const { return shared_address(s.keys[i]); }
-  __device__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ void wait_full() const { Barrier::wait(full(), parity); }
 };
 
 // A thread of warpgroup kOwn: rows g and g + 8 of its warp's 16, 256 features of their sums. kHeldSteps: so
@@ -60,7 +55,7 @@ struct Reader {
   uint32_t held[kHeldSteps + 1][4];
 
   __device__ void leave(Place& place) {  // once its latents have been added
-    if (thread_now() % kWarp == 0) Ring<1>::arrive(place.empty());
+    if (thread_now() % kWarp == 0) Barrier::arrive(place.empty());
     place.parity ^= 1;
   }
   template <int kNT>
@@ -223,7 +218,7 @@ struct Reader {
   }
 
   __device__ void read(const Rows& rows, Walk walk) {
-    barrier_wait(shared_address(&s.q_full), 0);
+    Barrier::wait(shared_address(&s.q_full), 0);
 #pragma unroll
     for (int i = 0; i < kHeldSteps; ++i) Scores::load_query(shared_address(s.q), i, held[i]);
     clear();

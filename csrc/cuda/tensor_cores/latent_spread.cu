@@ -49,8 +49,8 @@ struct Filler {
                          walk.part == part ? -1 : part, !more};
       s.walk = walk;
       for (uint64_t& full : s.full)
-        barrier_expect(shared_address(&full), own ? kShareBoxes * kBox : 0);
-      barrier_expect(rest, (tiles - own) * kSliceBoxes * kBox);
+        Barrier::expect(shared_address(&full), own ? kShareBoxes * kBox : 0);
+      Barrier::expect(rest, (tiles - own) * kSliceBoxes * kBox);
     }
     __syncwarp();
     const int own_page = __shfl_sync(~0u, page, rank);
@@ -66,13 +66,13 @@ struct Filler {
   __device__ void load_queries(int row) {
     const int lane = threadIdx.x % kWarp;
     const uint32_t full = shared_address(&s.q_full), to = shared_address(s.weights[0]);
-    if (lane == 0) barrier_expect(full, kTileBytes);
+    if (lane == 0) Barrier::expect(full, kTileBytes);
     __syncwarp();
     if (lane < kBoxes) tensor_copy(to + lane * kBox, t.q, lane * kBoxWidth, row, 0, full);
   }
   __device__ void refill(int round) {
     if (!more()) return;
-    barrier_wait(shared_address(&s.done), round % 2);
+    Barrier::wait_for_cluster(shared_address(&s.done), round % 2);
     fill();
   }
 };
@@ -85,7 +85,7 @@ __device__ inline void begin_barriers(SpreadSmem& s) {
   for (uint64_t& full : s.full) init(full, 1);
   init(s.others_full, 1), init(s.q_full, 1), init(s.tops[0], 1), init(s.tops[1], 1);
   init(s.done, kBlocks * kGroupWarps);
-  barrier_init_fence();
+  Barrier::fence_init();
 }
 
 __global__ void __launch_bounds__(kSpreadThreads, 1)
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kSpreadThreads, 1)
   __syncthreads();  // rows are there
   cluster_wait();
   if (most == 0 || part_of_round(0, splits_of(most)) < 0) {
-    barrier_wait(shared_address(&s.q_full), 0);  // nothing may come later
+    Barrier::wait(shared_address(&s.q_full), 0);  // nothing may come later
   } else {
     if (threadIdx.x < kGroup) {
       SpreadScorer{.job = job, .s = s, .rank = rank, .rows = rows.count, .most = most}

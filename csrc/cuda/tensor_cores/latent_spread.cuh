@@ -25,27 +25,32 @@ struct SpreadSmem {
   uint8_t less[kRows];  // positions that a row attends to less than the most of all rows
   Round round;
   Walk walk;
-  // Arrivals: weighed 1 and bytes, of the block that scored the tile; done all adding warps of the
-  // cluster, once for a round; tops 1 and bytes, of even and odd rounds; full 1 and bytes.
+  // Arrivals: weighed 1 and bytes, of another block's tile; done all adding warps of the cluster, once
+  // for a round; tops 1 and bytes, of even and odd rounds; full 1 and bytes.
   uint64_t full[kShares], others_full, weighed[kBlocks], tops[2], q_full, done;
 
   // The share of the block's tile is there, or what is said of the round where it has none.
   __device__ void wait_full(int share, int round) const {
-    barrier_wait(shared_address(&full[share]), round % 2);
+    Barrier::wait(shared_address(&full[share]), round % 2);
   }
   __device__ static int other(int tile, int rank) { return tile - (tile > rank); }
 };
 
 // So many bytes to where they stand here in block `rank`.
 __device__ inline void send_bytes(const char* from, int bytes, const uint64_t& barrier, int rank) {
-  uint32_t at, told;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(from)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(told) : "r"(shared_address(&barrier)), "r"(rank));
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(at),
-      "r"(shared_address(from)), "r"(bytes), "r"(told)
+          "r"(there(shared_address(from), rank)),
+      "r"(shared_address(from)), "r"(bytes), "r"(there(shared_address(&barrier), rank))
       : "memory");
+}
+
+// The block's own tile is weighed: its scoring warpgroup tells the adding one.
+__device__ inline void tell_own() {
+  asm volatile("bar.arrive 3, %0;" ::"n"(kSpreadThreads) : "memory");
+}
+__device__ inline void wait_own() {
+  asm volatile("bar.sync 3, %0;" ::"n"(kSpreadThreads) : "memory");
 }
 
 // The rows of weights that go to other blocks.
@@ -60,7 +65,7 @@ struct SpreadScorer {
   float top[2];
 
   __device__ void load_queries() {
-    barrier_wait(shared_address(&s.q_full), 0);
+    Barrier::wait(shared_address(&s.q_full), 0);
 #pragma unroll
     for (int i = 0; i < Scores::kSteps; ++i)
       scores.load_query(shared_address(s.weights[0]), i, scores.q[i]);
@@ -108,12 +113,10 @@ struct SpreadScorer {
 
   __device__ void send_weights() {
     fence_products();
+    tell_own();
     group_sync<1>();  // all of them are there
     const int block = threadIdx.x;
-    if (block >= kBlocks) return;
-    if (block == rank)
-      Ring<1>::arrive(shared_address(&s.weighed[rank]));
-    else
+    if (block < kBlocks && block != rank)
       send_bytes(s.weights[rank], weight_bytes(rows), s.weighed[rank], block);
   }
 
@@ -127,16 +130,16 @@ struct SpreadScorer {
       const bool own = rank < round.tiles;
       // The adders have all that was sent before.
       const auto wait_done = [&] {
-        if (i > 0) barrier_wait(shared_address(&s.done), (i - 1) % 2);
+        if (i > 0) Barrier::wait_for_cluster(shared_address(&s.done), (i - 1) % 2);
       };
       if (!own) wait_done();
       if (threadIdx.x == 0)
-        barrier_expect(shared_address(&s.tops[turn]), (kBlocks - 1) * kRows * 4);
+        Barrier::expect(shared_address(&s.tops[turn]), (kBlocks - 1) * kRows * 4);
       if (own)
         score_tile(i, round);
       else
         tell(turn, {-INFINITY, -INFINITY});
-      barrier_wait(shared_address(&s.tops[turn]), i / 2 % 2);
+      Barrier::wait_for_cluster(shared_address(&s.tops[turn]), i / 2 % 2);
       const float here[] = {largest_here(turn, round.tiles, 0), largest_here(turn, round.tiles, 1)};
       if (own) {
         wait_done();
@@ -176,10 +179,11 @@ struct SpreadAdder {
 
   // Until the tile's weights have come. Those who wait say how many bytes will.
   __device__ void wait_weights(int tile, uint32_t parity) {
+    if (tile == rank) return wait_own();
     const uint32_t barrier = shared_address(&s.weighed[tile]);
-    if (threadIdx.x == kGroup && tile != rank)
-      barrier_expect(barrier, weight_bytes(rows) + (rank == 0 ? kRows * 4 : 0));
-    barrier_wait(barrier, parity);
+    if (threadIdx.x == kGroup)
+      Barrier::expect(barrier, weight_bytes(rows) + (rank == 0 ? kRows * 4 : 0));
+    Barrier::wait_for_cluster(barrier, parity);
   }
 
   __device__ void add_tile(int tile, char* keys, const float (&largest)[2]) {
@@ -228,7 +232,7 @@ struct SpreadAdder {
       const int turn = i % 2;
       for (int share = 0; share < kShares; ++share) s.wait_full(share, i);
       const Round round = s.round;
-      barrier_wait(shared_address(&s.tops[turn]), i / 2 % 2);
+      Barrier::wait_for_cluster(shared_address(&s.tops[turn]), i / 2 % 2);
       for (int t = 0; t < round.tiles; ++t) {
         const int row = row_now();
         wait_weights(t, parities >> t & 1);
@@ -237,7 +241,7 @@ struct SpreadAdder {
         char* keys = t == rank ? s.own + rank * kSliceBoxes * kBox
                                : s.others[SpreadSmem::other(t, rank)];
         if (t != rank) {
-          barrier_wait(shared_address(&s.others_full), i % 2);
+          Barrier::wait(shared_address(&s.others_full), i % 2);
           if (t == round.tiles - 1 && round.rest < kTileKeys) {
             clear_rest(keys, kSliceBoxes, round.rest);
             fence_products();
@@ -247,7 +251,8 @@ struct SpreadAdder {
         add_tile(t, keys, largest);
       }
       __syncwarp();
-      if (threadIdx.x % kWarp < kBlocks) arrive_there(s.done, threadIdx.x % kWarp);
+      if (threadIdx.x % kWarp < kBlocks)
+        Barrier::arrive_in(threadIdx.x % kWarp, shared_address(&s.done));
       if (!round.last) refill(i);
       if (round.part >= 0) store(all, round.part), clear();
       if (round.last) return;

@@ -74,7 +74,7 @@ __device__ inline void widen_tile(const MlaAttentionParams& p, Smem& s, const Pl
   const float scales = *scale_of(rows + threadIdx.x % kOwnRows * p.fp8_bytes, kLatent);
   even.load(rows, p.fp8_bytes);
   odd.load(rows + kHeldRows * p.fp8_bytes, p.fp8_bytes);
-  barrier_wait(place.empty(), place.parity ^ 1);
+  Barrier::wait(place.empty(), place.parity ^ 1);
   even.put(tile, row, scales);
   even.load(rows + 2 * kHeldRows * p.fp8_bytes, p.fp8_bytes);
   odd.put(tile, row + kHeldRows, scales);
@@ -86,7 +86,7 @@ __device__ inline void widen_tile(const MlaAttentionParams& p, Smem& s, const Pl
   static_assert(kOwnRows == 4 * kHeldRows);
   fence_products();
   __syncwarp();
-  if (threadIdx.x % kWarp == 0) Ring<1>::arrive(place.full());
+  if (threadIdx.x % kWarp == 0) Barrier::arrive(place.full());
 }
 
 // A page to the second-level cache.

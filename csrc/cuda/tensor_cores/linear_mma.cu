@@ -8,6 +8,7 @@
 // Reads   weights once per kBN rows, x once per kBM outputs (from L2).
 // Floor   the weights' bytes: 7168 -> 18432 is 264 MB, 60 us at 4.4 TB/s (H200).
 // Needs   nothing: where rows or weights are not made of 16-byte vectors, elements are loaded.
+#include "../early.cuh"
 #include "linear.cuh"
 #include "mma_stage.cuh"
 
@@ -67,6 +68,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
     runs.add(run, sum);
   }
   copy_wait<0>();
+  let_next_begin();
   __syncthreads();
   float* sums = reinterpret_cast<float*>(smem);
   store_sums<kBM, 16>(sum, sums, o, row);

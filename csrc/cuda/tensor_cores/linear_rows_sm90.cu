@@ -60,11 +60,11 @@ __device__ void multiply_boxes(Ring<kStages>& ring, uint32_t smem, int steps,
       wgmma(sum[0], wgmma_operand(rows + i), wgmma_operand(weights + i));
     wgmma_commit();
     wgmma_wait<1>();
-    if (last && threadIdx.x % kWarp == 0) ring.arrive(last);
+    if (last && threadIdx.x % kWarp == 0) Barrier::arrive(last);
     last = ring.empty();
   }
   wgmma_wait<0>();
-  if (last && threadIdx.x % kWarp == 0) ring.arrive(last);
+  if (last && threadIdx.x % kWarp == 0) Barrier::arrive(last);
 }
 
 // A warp's sums are of 16 rows: lane 4 * g + t has rows g and g + 8, outputs 2t and 2t + 1.

@@ -99,11 +99,11 @@ __device__ inline void multiply_boxes(Ring<Tile::kStages>& ring, uint32_t smem, 
       wgmma(sum[0], wgmma_operand(weights + at + i), wgmma_operand(rows + at + i));
     wgmma_commit();
     wgmma_wait<1>();
-    if (last && threadIdx.x % kWarp == 0) ring.arrive(last);
+    if (last && threadIdx.x % kWarp == 0) Barrier::arrive(last);
     last = ring.empty();
   }
   wgmma_wait<0>();
-  if (last && threadIdx.x % kWarp == 0) ring.arrive(last);
+  if (last && threadIdx.x % kWarp == 0) Barrier::arrive(last);
 }
 
 // Of all warps but the one that fills. The meeting orders as much; that it does is seen by tools that

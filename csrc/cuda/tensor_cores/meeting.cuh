@@ -2,7 +2,6 @@
 // memory.
 #pragma once
 
-#include "cluster.cuh"
 #include "ring.cuh"
 
 namespace kdtree::cuda {
@@ -25,21 +24,13 @@ struct Meeting {
   // A warp has written, and waits for the others.
   __device__ void arrive_and_wait() const {
     __syncwarp();
-    each_block([&](int rank) {
-      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                       there(at, rank))
-                   : "memory");
-    });
+    each_block([&](int rank) { Barrier::arrive_in(rank, at); });
     Barrier::wait_for_cluster(at, parity);
   }
   // A warp has read. The sooner after its last stores the longer the release takes.
   __device__ void leave() {
     __syncwarp();
-    each_block([&](int rank) {
-      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                       there(at + 8, rank))
-                   : "memory");
-    });
+    each_block([&](int rank) { Barrier::arrive_in(rank, at + 8); });
     parity ^= 1;
   }
 

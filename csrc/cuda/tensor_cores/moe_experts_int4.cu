@@ -13,7 +13,7 @@
 // Floor   the touched experts' weights: 24.8 MB each for Kimi K2 (D = 7168, F = 2048), so 198 MB at
 //         T = 1, K = 8, 44 us at 4.55 TB/s (an H200's read bandwidth).
 // Needs   packed weights on 16 bytes; rows and scales may start anywhere; sm_90 or later.
-#include "async.cuh"
+#include "barrier.cuh"
 #include "device.cuh"
 #include "moe_experts_int4.cuh"
 #include "moe_few.cuh"

@@ -119,7 +119,7 @@ struct Reader {
   }
 
   __device__ void give_back() {
-    if (lane == 0) ring.arrive(ring.empty());
+    if (lane == 0) Barrier::arrive(ring.empty());
     ring.next();
   }
 

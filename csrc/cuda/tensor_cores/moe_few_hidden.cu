@@ -93,13 +93,13 @@ __global__ void __launch_bounds__(kWarps* kWarp,
             rank = C > 1 ? cluster_rank() : 0;
   const uint32_t barrier = shared_address(&smem.barrier);
   if (C > 1 && threadIdx.x == 0) {
-    barrier_init(barrier);
-    barrier_init_fence();
-    barrier_expect(barrier, sizeof(smem.exchange));
+    Barrier::init(barrier, 1);
+    Barrier::fence_init();
   }
   wait_for_previous();
   const MoePlan& work = plan<kWarps * kWarp>(p, smem);
-  if (C > 1) cluster_arrive<true>();
+  if (C > 1 && threadIdx.x == 0) Barrier::expect(barrier, sizeof(smem.exchange));
+  if (C > 1) cluster_arrive();
   const int rows = p.F / kInt4Tile, tiles = p.D / kInt4Tile;
   const int team = warp / kTeam, matrix = S == 1 ? warp % kTeam / Share::kRuns : 0;
   const auto run_of = [&](int warp) { return rank * Share::kRuns + warp % Share::kRuns; };
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kWarps* kWarp,
     if (kTeams > 1 && thread_now() % (kTeam * kWarp) == 0)
       smem.queue.leave(team, n + MoeQueue<1>::kAhead - 1);
     if constexpr (C > 1)
-      barrier_wait(barrier, 0);
+      Barrier::wait_for_cluster(barrier, 0);
     else
       meet<kTeam, kTeams>(team);
     finish(again(item, n));

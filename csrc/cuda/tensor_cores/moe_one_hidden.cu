@@ -74,7 +74,7 @@ class Ring {
   // Gives it back; it is filled anew.
   __device__ void pop() {
     __syncwarp();  // all lanes have read it
-    if (threadIdx.x % kWarp == 0) arrive(empty_ + 8 * slot_);
+    if (threadIdx.x % kWarp == 0) Barrier::arrive(empty_ + 8 * slot_);
     if (fills_ && tile_ >= 0) {
       Barrier::wait(empty_ + 8 * slot_, parity_);
       fill(slot_);
@@ -92,13 +92,10 @@ class Ring {
     const int n = min(left_, kDepth);
     const uint32_t full = full_ + 8 * slot, to = stages_ + slot * int{sizeof(Stage)};
     constexpr int kCodes = sizeof(Stage::code[0]), kScales = sizeof(Stage::scale[0]);
-    barrier_expect(full, n * (kCodes + kScales));
+    Barrier::expect(full, n * (kCodes + kScales));
     copy_bulk(to, w_ + int64_t{tile_} * kWarp, n * kCodes, full);
     copy_bulk(to + int{offsetof(Stage, scale)}, s_ + int64_t{tile_} * kInt4Tile, n * kScales, full);
     tile_ += n, left_ -= n;
-  }
-  static __device__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
   }
   static __device__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t full) {
     asm volatile(
@@ -168,12 +165,11 @@ __global__ void __maxnreg__(kHiddenRegisters)
   const int rows = p.F / kInt4Tile, tiles = p.D / kInt4Tile, pairs = p.T * p.K;
   const int items = pairs * rows, step = gridDim.x / kCluster;
   const auto expect = [&](int turn) {  // by one thread: the runs' sums
-    barrier_expect(shared_address(&smem.meeting[turn]), sizeof(smem.exchange[0]));
+    Barrier::expect(shared_address(&smem.meeting[turn]), sizeof(smem.exchange[0]));
   };
   if (threadIdx.x == 0) {
-    for (auto& meeting : smem.meeting) barrier_init(shared_address(&meeting));
-    barrier_init_fence();
-    expect(0), expect(1);
+    for (auto& meeting : smem.meeting) Barrier::init(shared_address(&meeting), 1);
+    Barrier::fence_init();
   }
   cluster_arrive();
   wait_for_previous();
@@ -203,6 +199,7 @@ __global__ void __maxnreg__(kHiddenRegisters)
                             p.gate_up_scale, count, half == 0 && lane == 0, next);
   copy_wait<0>();
   __syncthreads();
+  if (threadIdx.x == 0) expect(0), expect(1);
   cluster_wait();  // the other's barriers are there
 
   for (int n = 0; item < items; ++n) {
@@ -222,7 +219,7 @@ __global__ void __maxnreg__(kHiddenRegisters)
       store_async(to, &smem.meeting[turn], half, acc[0]);
       store_async(to + 8, &smem.meeting[turn], half, acc[2]);
     }
-    barrier_wait(shared_address(&smem.meeting[turn]), n / 2 % 2);
+    Barrier::wait_for_cluster(shared_address(&smem.meeting[turn]), n / 2 % 2);
     if (threadIdx.x == 0) expect(turn);
     if (threadIdx.x < kHalf) {
       float gate = 0, up = 0;

@@ -1,7 +1,7 @@
 // What the blocks of moe_experts_sm90.cu share, and the warpgroup of each that copies.
 #pragma once
 
-#include "async.cuh"
+#include "barrier.cuh"
 #include "int4_tile.cuh"
 #include "moe_experts_int4.cuh"
 #include "moe_plan.cuh"
@@ -190,7 +190,7 @@ struct Writer {
       Work::copied(ring).wait_full();
       fence_products();
       __syncwarp();
-      if (thread % kWarp == 0) ring.arrive(ring.full());
+      if (thread % kWarp == 0) Barrier::arrive(ring.full());
     }
   }
 };

@@ -1,7 +1,7 @@
 // The warpgroups of prefill_sm90.cu: what shared memory holds, and what a thread of theirs does.
 #pragma once
 
-#include "async.cuh"
+#include "barrier.cuh"
 #include "prefill.cuh"
 #include "prefill_wgmma.cuh"
 
@@ -175,7 +175,7 @@ struct Reader {
     multiply_scores(q, key());
     wgmma_wait<0>();
     wgmma_done(score);
-    if (tells) Ring<kStages>::arrive(keys.empty());
+    if (tells) Barrier::arrive(keys.empty());
     keys.next();
     weigh(0);
     turn();
@@ -187,13 +187,13 @@ struct Reader {
       add_values(value());
       wgmma_wait<1>();
       wgmma_done(score);
-      if (tells) Ring<kStages>::arrive(keys.empty());
+      if (tells) Barrier::arrive(keys.empty());
       weigh(tile * kPrefillTile);
       made_before(mass[0] + mass[1], q);
       wgmma_wait<0>();
       wgmma_done(sum);
       weights_done();
-      if (tells) Ring<kStages>::arrive(values.empty());
+      if (tells) Barrier::arrive(values.empty());
       turn();
       keys.next(), values.next();
     }

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "../mma.cuh"
-#include "cluster.cuh"
+#include "barrier.cuh"
 #include "device.cuh"
 
 namespace kdtree::cuda {
@@ -72,10 +72,6 @@ int cluster_for(const Product& p, int64_t blocks) {
 // A warp's sums: kMT x kNT tiles of 16 outputs x 8 rows, as mma has them.
 template <int kMT, int kNT>
 using Sums = float[kMT][kNT][4];
-
-__device__ inline uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 // Adds the sums of a block's runs as a binary tree. kLevels: log2 of the most runs
 template <int kLevels, int kMT, int kNT>

@@ -1,40 +1,9 @@
 // A ring of stages in shared memory that one thread fills by the copy engine and others empty.
 #pragma once
 
-#include "../common.cuh"
+#include "barrier.cuh"
 
 namespace kdtree::cuda {
-
-// An mbarrier of shared memory, by its address.
-struct Barrier {
-  static __device__ void init(uint32_t at, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
-  }
-  static __device__ void fence_init() {  // the copy engine and other blocks see what was made
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  static __device__ void wait(uint32_t at, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(at),
-        "r"(parity)
-        : "memory");
-  }
-  // And sees what other blocks of the cluster wrote before they arrived.
-  static __device__ void wait_for_cluster(uint32_t at, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(at),
-        "r"(parity)
-        : "memory");
-  }
-};
 
 // mbarriers of a ring: a stage is full when its bytes have come, empty when all readers have left.
 template <int kStages>
@@ -70,13 +39,7 @@ struct Ring {
   __device__ void wait_empty() const { Barrier::wait(empty(), parity ^ 1); }
 
   // Arrives, and announces bytes that the copy engine will bring.
-  __device__ void expect(int bytes) const {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full()), "r"(bytes)
-                 : "memory");
-  }
-  static __device__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-  }
+  __device__ void expect(int bytes) const { Barrier::expect(full(), bytes); }
 };
 
 }  // namespace kdtree::cuda

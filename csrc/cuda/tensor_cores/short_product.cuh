@@ -21,7 +21,7 @@
 // Needs   nothing: where rows or weights are not made of 16-byte vectors, elements are loaded.
 #pragma once
 
-#include "early.cuh"
+#include "../early.cuh"
 #include "linear.cuh"
 #include "mma_stage.cuh"
 #include "short_store.cuh"

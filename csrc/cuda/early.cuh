@@ -7,7 +7,14 @@ namespace kdtree::cuda {
 __device__ inline void let_next_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-// Of an early kernel: the kernel before it has ended and what it wrote is seen.
+// Of an early kernel: the kernel before it has ended and what it wrote is seen. Every thread that
+// reads or writes calls it, and some thread of every block.
 __device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Both, first thing: of a kernel whose blocks take little room, so that the next one's launch is over
+// by the time that it ends.
+__device__ inline void begin_early() {
+  let_next_begin();
+  wait_for_previous();
+}
 
 }  // namespace kdtree::cuda
