@@ -68,7 +68,7 @@ class Graphs:
             try:
                 self._together[key] = Generation(*made, active) if made else None
             except RuntimeError as error:
-                self._together = None
+                self._together, self._pool = None, None  # a pool ends with the last of its graphs
                 warnings.warn(f"each round is launched by the host: {error}", stacklevel=2)
                 return None
         return self._together[key]
@@ -99,7 +99,7 @@ class Graphs:
             try:
                 self._chosen[key] = Choice(made[0], made[1:])
             except RuntimeError as error:
-                self._chosen = None
+                self._chosen, self._pool = None, None  # a pool ends with the last of its graphs
                 warnings.warn(f"the host chooses each round's nodes: {error}", stacklevel=2)
                 return None
         self.steady = True

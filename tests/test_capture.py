@@ -265,3 +265,4 @@ def test_whoever_chooses_the_tokens_are_the_same(refused, monkeypatch):
             assert got == outcome(eager.generate(prompts, params))
     assert sum("no such node" in str(w.message) for w in said) == refused
     assert graphed.drafter.chosen.total() > 50 and len(graphed.drafter.chosen) > 1
+    assert graphed._launches._graphs.on

@@ -10,7 +10,7 @@ import pytest
 import torch
 from says import says
 from test_capture import COSTS, call, engines, needs_cuda
-from test_engine import outcome
+from test_engine import engine_of, outcome
 
 from kdtree import native
 from kdtree.graphs import Graphs
@@ -130,6 +130,21 @@ def test_what_it_uses_lives_until_the_device_is_done():
     assert there() and not stream.query()
     del made
     assert not there() and stream.query()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second device")
+@pytest.mark.parametrize("budget", [7, COSTS])
+def test_a_device_that_is_not_the_current_one(budget):
+    prompts, params = call(5, 0.0)
+    engines = [
+        engine_of("base", f"cuda:{i}", "float32", "ngram", budget=budget, cuda_graphs=i > 0)
+        for i in (0, 1)
+    ]
+    for _ in range(3):
+        want, got = (outcome(e.generate(prompts, params)) for e in engines)
+        assert got == want and torch.cuda.current_device() == 0
+    graphs = engines[1]._launches._graphs
+    assert any((graphs._together | graphs._chosen).values())
 
 
 @needs_cuda

@@ -1,9 +1,9 @@
-// Graphs made of captured ones, as objects. A generation: a captured round again and again, until its
-// last kernel says no more. A choice: of several captured rounds the one that the device picks.
+// Graphs made of captured ones, as objects. A generation: a captured round again and again, until
+// its last kernel says no more. A choice: of several captured rounds the one that the device picks.
 //
 // They copy the graphs that they are made of, and use the memory that those use. Neither Python's
-// headers nor CUDA's may be included here. A constructor throws std::invalid_argument on what it can
-// see to be wrong, std::runtime_error where the driver takes no such graph.
+// headers nor CUDA's may be included here. A constructor throws std::invalid_argument on what it
+// can see to be wrong, std::runtime_error where the driver takes no such graph.
 #pragma once
 
 #include <vector>

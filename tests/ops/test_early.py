@@ -19,10 +19,8 @@ class Layer:
         self.norm, self.up, self.down = weight(D), weight(2 * F, D), weight(D, F)
         self.short = weight(4, 512, 512)
         self.gate, self.bias = weight(E, D, dtype=torch.float32), weight(E, dtype=torch.float32)
-        self.packed, self.scale = ops.int4_pack(
-            torch.randint(-(2**31), 2**31, (D, D // 8), generator=rng, dtype=torch.int32).to(device),
-            weight(D, D // 32).abs() / 8,
-        )
+        codes = torch.randint(-(2**31), 2**31, (D, D // 8), generator=rng, dtype=torch.int32)
+        self.packed, self.scale = ops.int4_pack(codes.to(device), weight(D, D // 32).abs() / 8)
 
     def __call__(self, x, between=lambda: None):
         """x: [T, D]; returns everything that was computed. between: called after each op"""
