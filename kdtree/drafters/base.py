@@ -69,12 +69,13 @@ class Drafter(Protocol):
     def propose(self, state: State) -> TokenTree:
         """A tree of N nodes for every sequence; padding where it is inactive."""
 
-    def commit(self, path: Path, taps: Tensor | None) -> Tensor | None:
+    def commit(self, path: Path, taps: Tensor | None) -> tuple[Tensor, ...] | None:
         """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes
 
         Rounds for which no tree was asked may come together, as the one path that they make: before
         the next tree or start, if at all; up to 128 nodes.
-        returns what it wants to be told of the round on the host, [B, X] of integers; or None
+        returns what it wants to be told of the round on the host, [B, X] int32 or float32 each;
+        or None
         """
 
 
