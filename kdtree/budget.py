@@ -39,7 +39,7 @@ class AutoBudget:
 
     def __init__(self, drafter: Drafter, costs: Costs, *, timed: bool = False):
         self.drafter, self.costs = drafter, costs
-        self.taps, self.nodes = drafter.taps, drafter.nodes
+        self.kind, self.taps, self.nodes = drafter.kind, drafter.taps, drafter.nodes
         self.policy = Policy(costs, drafter.nodes, timed)
         self.chosen: Counter[int] = Counter()
         self.drafts = 0

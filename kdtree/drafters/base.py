@@ -41,10 +41,12 @@ class Setup:
 
 
 class Drafter(Protocol):
-    """taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees, which
+    """kind: all that its drafts' time depends on, but the Setup and nodes
+    taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees, which
     may be set lower, and back, between rounds; replans: whether `plan` says another thing from
     round to round (a Replanner), or the same while a text goes on."""
 
+    kind: str
     taps: tuple[int, ...]
     nodes: int
     replans: bool
@@ -127,6 +129,10 @@ class Stateless:
     taps: tuple[int, ...] = ()
     nodes: int
     replans = False
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
 
     def bind(self, model: Deepseek) -> None:
         pass
