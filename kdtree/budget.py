@@ -109,9 +109,9 @@ class AutoBudget:
             self._held.add(path, taps)
             return None
         self.drafter.commit(path, taps)
-        tree, last = self._tree, self._size - 1
-        ends = self._drafted.expected[:: max(last, 1)][:2]  # of one node, and of all
-        return tree.parent, tree.score, path.node, ends.expand(len(path.length), 2)
+        tree, size = self._tree, self._size
+        ends = self._drafted.expected[: size : max(size - 1, 1)]  # of one node, and of all
+        return tree.parent, tree.score, path.node, ends.expand(len(path.length), -1)
 
     def learn(self, landed: Landed, steady: bool) -> None:
         N, told, emitted = landed.nodes, landed.told, landed.emitted
@@ -125,8 +125,9 @@ class AutoBudget:
                 score=[floats(row[N:scored]) for row in told],
                 path=[row[scored:walked] for row in told],
             )
-            plain, *_, promised = floats(told[0][walked:])
-            self.policy.learn(N, sum(each.accepted + 1 for each in emitted), promised, plain)
+            ends = floats(told[0][walked:])
+            brought = sum(each.accepted + 1 for each in emitted)
+            self.policy.learn(N, brought, promised=ends[-1], plain=ends[0])
         self.policy.see([each.logprobs for each in emitted])
         # The first round of a kind finds its weights elsewhere.
         if self.policy.pace and steady and drafted == self._last:

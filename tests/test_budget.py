@@ -150,6 +150,26 @@ def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
     assert run.sizes[400] > 1 and run.sizes[-20:].count(1) == 0
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_what_a_draft_promised_is_of_what_was_taken(sequences, monkeypatch):
+    """Of one node, that node's; of the drafter's whole tree, all that is expected."""
+    run = auto(SKILLS["poor"], {1: 1.0, 2: 1.35, 64: 3.0}, 0.1, sequences=sequences)
+    policy, drafts, learnt = run.drafter.policy, [], []
+    monkeypatch.setattr(policy, "drafts", lambda: True)
+    monkeypatch.setattr(policy, "learn", lambda *given, **of: learnt.append((*given, of)))
+    take = run.drafter.take
+    monkeypatch.setattr(
+        run.drafter, "take", lambda drafted, size: (drafts.append(drafted), take(drafted, size))
+    )
+    run.run(40, SKILLS["poor"])
+    for drafted, (size, brought, of) in zip(drafts, learnt, strict=True):
+        expected = drafted.expected.tolist()
+        assert of == {"promised": expected[size - 1], "plain": expected[0]}
+        assert sequences <= brought <= 8 * sequences and expected[0] == sequences
+    sizes = {size for size, *_ in learnt}
+    assert 1 in sizes and len(sizes) > 1
+
+
 def test_gains_are_kept_apart_by_how_sure_the_model_is():
     """Text that the model is sure of is drafted at once, whatever drafts lost elsewhere."""
     policy = Policy(Costs({1: 1.0, 8: 1.2}, 0.8), 8, timed=False)
