@@ -52,6 +52,7 @@ class Run:
             arguments.model,
             drafter=self.drafter,
             budget=self.budget,
+            remeasure=True,
             tree=self.tree,
             device=str(arguments.device),
             max_seq_len=512,

@@ -76,6 +76,7 @@ def make(
         arguments.model,
         drafter=options.drafter(drafter, truth),
         budget=budget,
+        remeasure=True,
         tree=tree,
         device=str(arguments.device),
         cuda_graphs=graphs,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kdtree import ops
-from kdtree.calibration import CELLS, KINDS, Nodes
+from kdtree.calibration import CELLS, KINDS
 from kdtree.costs import Costs
 from kdtree.drafters import Drafted, Drafter, Sizes
 from kdtree.models import Deepseek
@@ -39,7 +39,7 @@ class AutoBudget:
 
     def __init__(self, drafter: Drafter, costs: Costs, *, timed: bool = False):
         self.drafter, self.costs = drafter, costs
-        self.taps, self.nodes = drafter.taps, drafter.nodes
+        self.kind, self.taps, self.nodes = drafter.kind, drafter.taps, drafter.nodes
         self.policy = Policy(costs, drafter.nodes, timed)
         self.chosen: Counter[int] = Counter()
         self.drafts = 0
@@ -76,7 +76,7 @@ class AutoBudget:
             self._tell()
             if self._told is None:
                 self._told = Told(self.policy.sizes, state.length.device)
-            self._told.send(torch.from_numpy(self.policy.told()))
+            self._told.send(self.policy)
         else:
             if self._held.rounds == HELD:
                 self._tell()
@@ -104,29 +104,31 @@ class AutoBudget:
         self._tree = self._drafted.tree.first(self._size)
         return self._tree
 
-    def commit(self, path: Path, taps: Tensor | None) -> Tensor:
-        walked = [path.node, path.logprob.view(torch.int32)]
+    def commit(self, path: Path, taps: Tensor | None) -> tuple[Tensor, ...] | None:
         if not self._drafts:
             self._held.add(path, taps)
-            return torch.cat(walked, 1)
+            return None
         self.drafter.commit(path, taps)
-        tree, expected = self._tree, self._drafted.expected
-        brought = torch.stack([expected[self._size - 1], expected[0]]).view(torch.int32)
-        drawn = [tree.parent, tree.depth, tree.score.view(torch.int32)]
-        return torch.cat([*walked, *drawn, brought.expand(len(path.length), 2)], 1)
+        tree, size = self._tree, self._size
+        ends = self._drafted.expected[: size : max(size - 1, 1)]  # of one node, and of all
+        return tree.parent, tree.score, path.node, ends.expand(len(path.length), -1)
 
     def learn(self, landed: Landed, steady: bool) -> None:
-        N = landed.nodes
-        J, told = min(N, MAX_DEPTH + 1), landed.told
-        path, logprob = told[:, :J].tolist(), floats(told[:, J : 2 * J]).tolist()
-        if all(row[0] < 0 for row in path):
+        N, told, emitted = landed.nodes, landed.told, landed.emitted
+        if not any(each.token_ids for each in emitted):
             return  # all had ended, or failed
-        drafted = told.shape[1] > 2 * J
+        drafted = bool(told[0])
         if drafted:
-            parent, depth, score, brought = told[:, 2 * J :].split((N, N, N, 2), 1)
-            nodes = Nodes.of(parent, depth, floats(score))
-            self.policy.learn(nodes, path, N, *floats(brought[0]).tolist())
-        self.policy.see(logprob, path)
+            scored, walked = 2 * N, 2 * N + min(N, MAX_DEPTH + 1)
+            self.policy.calibration.observe(
+                parent=[row[:N] for row in told],
+                score=[floats(row[N:scored]) for row in told],
+                path=[row[scored:walked] for row in told],
+            )
+            ends = floats(told[0][walked:])
+            brought = sum(each.accepted + 1 for each in emitted)
+            self.policy.learn(N, brought, promised=ends[-1], plain=ends[0])
+        self.policy.see([each.logprobs for each in emitted])
         # The first round of a kind finds its weights elsewhere.
         if self.policy.pace and steady and drafted == self._last:
             self.policy.pace.see(sum(landed.phases.values()), N, drafted)
@@ -142,71 +144,79 @@ class AutoBudget:
 
 
 class Told:
-    """What the policy tells the device, by way of a ring of the host's memory.
+    """What the policy tells the device, on CUDA by way of a ring of the host's memory.
 
     sizes: [S] int32; factor: [15, 3] and seconds: [S] float32, as ops.tree_choose takes them
     """
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device):
+        cuda = device.type == "cuda"
         self.sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
-        self._all = torch.zeros(CELLS + len(sizes), device=device)
+        self._ring = torch.zeros(SLOTS if cuda else 1, CELLS + len(sizes), pin_memory=cuda)
+        self._all = self._ring[0].to(device)  # on a CPU the ring itself
         self.factor, self.seconds = self._all[:CELLS].view(-1, KINDS), self._all[CELLS:]
-        self._ring = torch.zeros(SLOTS, len(self._all), pin_memory=device.type == "cuda")
-        self._next = 0
+        self._host, self._next = self._ring.numpy(), 0
 
-    def send(self, values: Tensor) -> None:
-        self._next = (self._next + 1) % SLOTS
-        self._all.copy_(self._ring[self._next].copy_(values), non_blocking=True)
+    def send(self, policy: Policy) -> None:
+        self._next = (self._next + 1) % len(self._ring)
+        self._host[self._next] = policy.told()
+        if self._all.is_cuda:
+            self._all.copy_(self._ring[self._next], non_blocking=True)
 
 
 class Held:
-    """Rounds of one node each, put one after another where the device has counted to.
+    """Rounds of one node each, as the one path that they make.
 
-    rounds: how many, which the host counts; at: [1] int64, the same on the device
-    token: [B, HELD] int64; logprob: [B, HELD] float32; length: [B, HELD] int32; failed: [B] bool
-    taps: [B, HELD, -1], or None
+    rounds: how many, which the host counts; sequences: B, 0 where nothing was held
+    On CUDA, where every replay of a graph writes the same tensors, they are put one after another
+    where the device has counted to; on a CPU they are kept as they are.
     """
 
     def __init__(self):
         self.rounds = self.sequences = 0
-        self.at = self.token = self.logprob = self.length = self.failed = self.taps = None
+        self._each: list[tuple[Path, Tensor | None]] = []  # on a CPU
+        self._all: list[Tensor | None] = []  # on CUDA: parts of all, [B, HELD, ...]
+        self._at: Tensor | None = None  # [1] int64, the device's count
 
     def add(self, path: Path, taps: Tensor | None) -> None:
         """One more, which the host has counted already."""
-        if self.at is None:
-            self._reserve(path, taps)
-        for mine, its in (
-            (self.token, path.token),
-            (self.logprob, path.logprob),
-            (self.length, path.length[:, None]),
-            (self.taps, taps),
-        ):
+        self.sequences = len(path.length)
+        if not path.length.is_cuda:
+            self._each.append((path, taps))
+            return
+        parts = _parts(path, taps)
+        if self._at is None:
+            self._at = torch.zeros(1, dtype=torch.int64, device=path.length.device)
+            self._all = [
+                x if x is None else x.new_zeros((len(x), HELD, *x.shape[2:])) for x in parts
+            ]
+        for mine, its in zip(self._all, parts, strict=True):
             if mine is not None:
-                mine.index_copy_(1, self.at, its)
-        self.failed.copy_(path.failed)
-        self.at += 1
+                mine.index_copy_(1, self._at, its)
+        self._at += 1
 
     def joined(self) -> tuple[Path, Tensor | None]:
         """All of them as the one path that they make. A sequence that ended stays so."""
-        n = torch.arange(self.rounds, dtype=torch.int32, device=self.at.device)
-        token, logprob = self.token[:, : self.rounds], self.logprob[:, : self.rounds]
-        length = self.length[:, : self.rounds].sum(1, dtype=torch.int32)
+        if self._each:
+            each = zip(*(_parts(*one) for one in self._each), strict=True)
+            parts = [None if x[0] is None else torch.cat(x, 1) for x in each]
+        else:
+            parts = [x if x is None else x[:, : self.rounds].contiguous() for x in self._all]
+        token, logprob, lengths, failed, taps = parts
+        length = lengths.sum(1, dtype=torch.int32)
+        n = torch.arange(token.shape[1], dtype=torch.int32, device=token.device)
         node = torch.where(n < length[:, None], n, -1)
-        taps = None if self.taps is None else self.taps[:, : self.rounds].contiguous()
-        return Path(node, length, token.contiguous(), logprob.contiguous(), self.failed), taps
+        return Path(node, length, token, logprob, failed[:, -1].contiguous()), taps
 
     def clear(self) -> None:
         self.rounds = 0
-        if self.at is not None:
-            self.at.zero_()
+        if self._at is not None:
+            self._at.zero_()
+        else:
+            self._each.clear()
+            self.sequences = 0
 
-    def _reserve(self, path: Path, taps: Tensor | None) -> None:
-        self.sequences = len(path.length)
 
-        def room(like: Tensor, *shape: int) -> Tensor:
-            return like.new_zeros((self.sequences, *shape))
-
-        self.at = torch.zeros(1, dtype=torch.int64, device=path.token.device)
-        self.token, self.logprob = room(path.token, HELD), room(path.logprob, HELD)
-        self.length, self.failed = room(path.length, HELD), room(path.failed)
-        self.taps = None if taps is None else room(taps, HELD, taps.shape[2])
+def _parts(path: Path, taps: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of a round of one node: [B, 1, ...] each."""
+    return path.token, path.logprob, path.length[:, None], path.failed[:, None], taps

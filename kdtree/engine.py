@@ -44,8 +44,9 @@ class Engine:
 
     model: directory in Hugging Face layout; None for the small demo model that ships with this
     drafter: "none", "ngram", "dflash", or a drafter's config; budget: draft nodes a round, "auto"
-        for as many as pay (measured now), or the Costs to choose by; tree: "best-first" or "chain";
-        chain_seed: insert the best chain first
+        for as many as pay, or the Costs to choose by; tree: "best-first" or "chain";
+        chain_seed: insert the best chain first; remeasure: for "auto", measure what rounds cost
+        though it is known from an engine like this one
     device: "auto" (CUDA where there is one), or torch's name; dtype: "auto" (bfloat16 on CUDA,
         float32 on a CPU), "float32" or "bfloat16"
     kv_cache_dtype: "auto" (that of dtype), or "fp8" for latents in e4m3 with a scale each
@@ -66,6 +67,7 @@ class Engine:
         budget: int | str | Costs = "auto",
         tree: str = "best-first",
         chain_seed: bool = False,
+        remeasure: bool = False,
         device: str = "auto",
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
@@ -107,10 +109,11 @@ class Engine:
         self.cache = KvCache.of(self.config, self.max_batch, self.max_seq_len, fp8=fp8, **where)
         self.state = State(self.max_batch, self.max_seq_len, self.device)
         graphs = Graphs(self.device, flag("cuda_graphs", cuda_graphs))
+        anew = flag("remeasure", remeasure)
         self._launches = Launches(self.device, graphs)
         if setup.budget is None:
             own = self.model, self.cache, self.state, graphs.on
-            self.drafter = automatic(self.drafter, budget, *own)
+            self.drafter = automatic(self.drafter, budget, setup, anew, *own)
         self._free = Lock()  # held by the one generation at a time
         self._ended: torch.cuda.Event | None = None  # the last one's rounds
 

@@ -1,4 +1,4 @@
-"""The costs of rounds, measured on the engine's own model and drafter."""
+"""The costs of rounds, measured on the engine's own model and drafter, or by one like it."""
 
 import statistics
 import time
@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
-from kdtree import ops
+from kdtree import costs_cache, ops
 from kdtree.budget import AutoBudget
 from kdtree.cache import KvCache
 from kdtree.costs import Costs, sizes_up_to
-from kdtree.drafters import Drafter
+from kdtree.drafters import Drafter, Setup
 from kdtree.graphs import Graphs
 from kdtree.record import to_host
 from kdtree.sampling import SamplingParams
@@ -26,28 +26,52 @@ IN_TURN = 3  # rounds, of which the first is not timed
 TEXT_SECONDS, TREE_SECONDS = 0.4, 1.0  # that measuring may take, but for one round of each size
 TEXT = 8  # tokens that are written in any case, where there is room: half are a tree's depth
 USUAL = 8  # nodes of the tree with which a draft is timed
+CALM = 1.25  # times a size's least time its median may be, if the costs are to be kept
 
 
 def automatic(
     drafter: Drafter,
     budget: Costs | str,
+    setup: Setup,
+    remeasure: bool,
     model: nn.Module,
     cache: KvCache,
     state: State,
     cuda_graphs: bool,
 ) -> Drafter:
-    """The drafter cut by Costs, or by what is measured; itself where it has nothing to cut."""
+    """The drafter cut by Costs, or by what is measured or, unless it is to be measured anew, was
+    measured before; itself where it has nothing to cut."""
     if drafter.nodes == 1:
         return drafter
     if isinstance(budget, Costs):
         return AutoBudget(drafter, budget)
-    return AutoBudget(drafter, measure(model, cache, state, drafter, cuda_graphs), timed=True)
+    key = costs_cache.key(
+        setup.device,
+        model.state_dict().items(),
+        model=str(setup.target),
+        dtype=str(setup.dtype),
+        latents=str(cache.data.dtype),
+        drafter=drafter.kind,
+        nodes=drafter.nodes,
+        chain=setup.chain,
+        chain_seed=setup.chain_seed,
+        sequences=setup.sequences,
+        max_seq_len=setup.max_seq_len,
+        cuda_graphs=cuda_graphs,
+    )
+    costs = None if remeasure else costs_cache.read(key, sizes_up_to(drafter.nodes))
+    if costs is None:
+        costs, calm = measure(model, cache, state, drafter, cuda_graphs)
+        if calm:
+            costs_cache.write(key, costs)
+    return AutoBudget(drafter, costs, timed=True)
 
 
 def measure(
     model: nn.Module, cache: KvCache, state: State, drafter: Drafter, cuda_graphs: bool
-) -> Costs:
-    """The costs of rounds, by the sizes that the drafter's trees may be cut to, in about 2 s.
+) -> tuple[Costs, bool]:
+    """The costs of rounds, by the sizes that the drafter's trees may be cut to, in about 2 s; and
+    whether the machine was calm meanwhile, so that they will be the same another time.
 
     The context is short. The trees are of the model's own making, and as a good drafter's would be:
     siblings share experts. The drafter is new; what it and the cache held is lost.
@@ -71,15 +95,17 @@ def measure(
                 break
         cache.context.zero_()
     least = {size: min(each) for size, each in took.items()}
+    calm = all(statistics.median(took[size]) < CALM * least[size] for size in sizes)
     # None costs more than a larger one: what seems to was disturbed, or can be padded to that.
     least = {size: min(least[n] for n in sizes if n >= size) for size in sizes}
     if whole is None:
-        return Costs(least)
+        return Costs(least), calm
     # What trees cost by size is of rounds of one tree again and again; a draft's cost makes up for
     # what that hides: where text goes on, neither model finds its weights where it left them.
     plain, drafted = whole
     costs = {size: plain * seconds / least[1] for size, seconds in least.items()}
-    return Costs(costs, max(drafted - costs[usual], 0.0))
+    draft = drafted - costs[usual]
+    return Costs(costs, max(draft, 0.0)), calm and draft > 0
 
 
 class _Rounds:

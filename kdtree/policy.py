@@ -6,9 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import exp, inf, isnan
 
-import numpy as np
-
-from kdtree.calibration import Calibration, Nodes
+from kdtree.calibration import Calibration
 from kdtree.costs import Costs
 
 RECENT = 16  # drafts that the mean gain is over
@@ -83,15 +81,11 @@ class Policy:
             record.trials = max(record.trials, AGAIN)
         self._tokens = min(self._tokens, 1.0)
 
-    def see(self, logprob: list[list[float]], path: list[list[int]]) -> None:
-        """The tokens of a round, by the model's log-probabilities. path: [B][J], the nodes walked,
-        then -1"""
-        walked = [zip(*each, strict=True) for each in zip(logprob, path, strict=True)]
-        chances = [
-            exp(min(x, 0.0)) for row in walked for x, node in row if node >= 0 and not isnan(x)
-        ]
+    def see(self, logprob: list[list[float]]) -> None:
+        """The tokens of a round, by sequence, by the model's log-probabilities."""
+        chances = [exp(min(x, 0.0)) for row in logprob for x in row if not isnan(x)]
         if chances:
-            each = len(chances) / len(path)
+            each = len(chances) / len(logprob)
             self._tokens = min(self._tokens + each, LATEST)
             self._sure += (sum(chances) / len(chances) - self._sure) * min(each / self._tokens, 1)
 
@@ -120,24 +114,21 @@ class Policy:
         record.trials -= self._trial
         return True
 
-    def told(self) -> np.ndarray:
-        """What ops.tree_choose is told for the draft to come: factor, then seconds, in one array.
+    def told(self) -> list[float]:
+        """What ops.tree_choose is told for the draft to come: factor, then seconds.
 
         A trial is not of one node, which would teach nothing.
         """
-        first = [inf] if self._trial else self._seconds[:1]
-        return np.concatenate([self.calibration.factor().ravel(), first, self._seconds[1:]])
+        first = inf if self._trial else self._seconds[0]
+        return [*self.calibration.factor(), first, *self._seconds[1:]]
 
-    def learn(
-        self, nodes: Nodes, path: list[list[int]], size: int, promised: float, plain: float
-    ) -> None:
-        """What became of a draft; before `see`. path: as there
+    def learn(self, size: int, brought: int, promised: float, plain: float) -> None:
+        """What became of a draft; before `see`, and after its nodes were counted.
 
-        nodes: of the tree, which was of this size; promised: the tokens that it was expected to
-        bring; plain: those of plain decoding
+        size: N of its tree; brought: tokens; promised: those that it was expected to bring;
+        plain: those of plain decoding
         """
-        self.calibration.observe(nodes, path)
-        tokens = (promised + sum(n >= 0 for row in path for n in row)) / 2 / max(plain, 1)
+        tokens = (promised + brought) / 2 / max(plain, 1)
         cost = self._seconds[self.sizes.index(size)] / self.plain
         cost *= self.pace.longer() if self.pace else 1
         self._dear = (DOUBT - 1) * cost

@@ -1,6 +1,8 @@
 """A round's outcome on its way to the host: one copy, read sequence by sequence."""
 
+import struct
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -38,13 +40,13 @@ class Landed:
     """A round as the host hears of it.
 
     emitted: by sequence; phases: seconds; nodes: N of its tree
-    told: [B, X] int64, what the drafter's commit returned
+    told: [B][X], what the drafter's commit returned, side by side and floats as their bits
     """
 
     emitted: list[Emitted]
     phases: dict[str, float]
     nodes: int
-    told: Tensor
+    told: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,10 @@ class Round:
         best: tuple[Tensor, Tensor] | None,
         traced: bool,
         times: Tensor,
-        told: Tensor | None,
+        told: tuple[Tensor, ...] | None,
     ) -> "Round":
-        """record: from State.commit, with depths; best: from Path.best; times: of Phases"""
+        """record: from State.commit, with depths; best: from Path.best; times: of Phases;
+        told: from the drafter's commit"""
         B, J = path.token.shape
         k = best[0].shape[2] if best else 0
         parts = [record]
@@ -81,35 +84,34 @@ class Round:
         if traced:
             parts += [tree.token, tree.parent, _bits(tree.score), path.node]
         parts.append(times.expand(B, -1))
-        if told is not None:
-            parts.append(told)
+        if told:
+            parts.append(torch.cat([x.view(torch.int32) for x in told], 1))
         nodes = tree.token.shape[1]
         N, last = (nodes, J) if traced else (0, 0)
-        asked = J * k, J * k, N, N, N, last, len(times), 0 if told is None else told.shape[1]
+        asked = J * k, J * k, N, N, N, last, len(times), sum(x.shape[1] for x in told or ())
         packed = torch.cat([part.long() for part in parts], 1)
         return Round(packed, (1, 1, 1, 1, J, J, *asked), k, nodes)
 
     def read(self, host: Tensor) -> Landed:
         """host: a copy of `packed`"""
-        emitted = [self._emitted(row) for row in host.split(1)]
-        *_, times, told = host.split(self.widths, 1)
-        return Landed(emitted, seconds(times[0].tolist()), self.nodes, told)
+        rows = [self._parts(row) for row in host.tolist()]
+        times, told = rows[0][-2], [parts[-1] for parts in rows]
+        return Landed([self._emitted(*parts) for parts in rows], seconds(times), self.nodes, told)
 
-    def _emitted(self, row: Tensor) -> Emitted:
-        each = [part[0] for part in row.split(self.widths, 1)]
-        offered, accepted, kept, reason = (int(each[i]) for i in range(4))
-        tokens, best = each[4][:kept].tolist(), None
+    def _parts(self, row: list[int]) -> list[list[int]]:
+        values = iter(row)
+        return [list(islice(values, width)) for width in self.widths]
+
+    def _emitted(self, *parts: list[int]) -> Emitted:
+        (offered,), (accepted,), (kept,), (reason,), tokens, logprobs, *asked = parts
+        best_logprobs, best_ids, token, parent, score, node, *_ = asked
+        tokens, best, trace = tokens[:kept], None, None
         if self.best:
-            shape = (-1, self.best)
-            logprob, ids = floats(each[6]).view(shape).tolist(), each[7].view(shape).tolist()
-            best = [list(zip(ids[i], logprob[i], strict=True)) for i in range(kept)]
-        trace = None
-        if self.widths[8]:
-            token, parent, node = (each[i].tolist() for i in (8, 9, 11))
-            score = floats(each[10]).tolist()
-            trace = RoundTrace(token, parent, score, node[:kept], list(tokens))
-        logprobs = floats(each[5])[:kept].tolist()
-        return Emitted(tokens, logprobs, reason, offered, accepted, best, trace)
+            each = list(zip(best_ids, floats(best_logprobs), strict=True))
+            best = [each[i * self.best : (i + 1) * self.best] for i in range(kept)]
+        if token:
+            trace = RoundTrace(token, parent, floats(score), node[:kept], list(tokens))
+        return Emitted(tokens, floats(logprobs[:kept]), reason, offered, accepted, best, trace)
 
 
 class Packed(Protocol):
@@ -177,6 +179,6 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-def floats(x: Tensor) -> Tensor:
-    """Of bits that came as int64."""
-    return x.int().view(torch.float32)
+def floats(bits: list[int]) -> list[float]:
+    """Of float32 that came as integers."""
+    return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))

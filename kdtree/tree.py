@@ -68,7 +68,7 @@ class TokenTree:
 
     def first(self, nodes: int) -> "TokenTree":
         """The tree of the first nodes: of a best-first tree, that of a smaller budget."""
-        each = (x if x is None else x[:, :nodes].contiguous() for x in self.tensors)
+        each = (x if x is None else x.narrow(1, 0, nodes).contiguous() for x in self.tensors)
         return TokenTree(*each)
 
 

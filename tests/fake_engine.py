@@ -35,6 +35,7 @@ class FakeEngine:
         budget="auto",
         tree="best-first",
         chain_seed=False,
+        remeasure=False,
         device="auto",
         dtype="auto",
         kv_cache_dtype="auto",

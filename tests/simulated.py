@@ -9,8 +9,9 @@ from kdtree.budget import AutoBudget
 from kdtree.costs import Costs
 from kdtree.drafters.base import Stateless
 from kdtree.record import Landed
+from kdtree.request import Emitted
 from kdtree.sampling import SamplingParams
-from kdtree.state import State
+from kdtree.state import RUNNING, State
 from kdtree.tree import MAX_DEPTH, Path, TokenTree
 
 CPU = torch.device("cpu")
@@ -99,8 +100,10 @@ class Simulation:
             self.tokens += sum(map(len, walks))
             told = self.drafter.commit(path_of(walks, size), None)
             if self.drafter.replans:
-                told = told.long()
-                self.flight.append(Landed([], {"forward": self.seen(took)}, size, told))
+                told = [x.view(torch.int32) for x in told or [torch.empty(self.sequences, 0)]]
+                told = torch.cat(told, 1).tolist()
+                emitted = [Emitted(w, [0.0] * len(w), RUNNING, size, len(w) - 1) for w in walks]
+                self.flight.append(Landed(emitted, {"forward": self.seen(took)}, size, told))
                 if len(self.flight) > self.ahead:
                     self.drafter.learn(self.flight.popleft(), steady=True)
         return self

@@ -26,10 +26,9 @@ SOURCES = [
 ]
 
 # A module may import those left of it, never those right of it.
-LAYERS = """errors checks files config sampling outputs ops text tree cache weights layers models
-plan verify state request phases record drafters native choice generation graphs launches costs
-calibration policy budget measure options engine cli
-__main__""".split()
+LAYERS = """errors checks files card config sampling outputs ops text tree cache weights layers
+models plan verify state request phases record drafters native choice generation graphs launches
+costs costs_cache calibration policy budget measure options engine cli __main__""".split()
 
 
 def imports(path: Path) -> set[str]:

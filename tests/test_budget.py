@@ -1,7 +1,7 @@
 """The automatic budget: its choice, what it learns, and that no output depends on it."""
 
 import itertools
-from math import log
+from math import log, prod
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from test_engine import Case, engine_of, outcome
 
 from kdtree import Costs, OracleConfig, SamplingParams, ops
 from kdtree.budget import AutoBudget
-from kdtree.calibration import Calibration, Nodes
+from kdtree.calibration import Calibration
 from kdtree.costs import sizes_up_to
 from kdtree.policy import Policy
 from kdtree.state import State
@@ -25,14 +25,10 @@ SKILLS = {
 }
 
 
-def nodes_of(tree: TokenTree) -> Nodes:
-    return Nodes.of(tree.parent, tree.depth, tree.score)
-
-
 def expected_of(calibration: Calibration, tree: TokenTree) -> list[float]:
     """Tokens of a round with its first n + 1 nodes."""
     one = torch.ones(1)
-    factor = torch.from_numpy(calibration.factor()).float()
+    factor = torch.tensor(calibration.factor()).view(-1, 3)
     parts = tree.parent, tree.depth, tree.score, factor, one.int(), one
     return ops.tree_choose(*parts)[1].tolist()
 
@@ -96,7 +92,7 @@ def test_learns_how_often_drafts_come_true(skill, sequences):
         run.run(1, skill)
     drawn = (run.tokens - before) / 300
     assert sum(expected) / 300 == pytest.approx(drawn, rel=0.08)
-    factor = calibration.factor()[0]
+    factor = calibration.factor()[:3]
     claim = torch.tensor(skill.claims)
     assert float(factor[0] * claim[0]) == pytest.approx(skill.chance(1, 0, True), rel=0.3, abs=0.06)
     claimed = float(factor[1] * claim[1:].sum())
@@ -113,17 +109,15 @@ def test_counts_by_depth_and_kind():
         score=torch.tensor([[1, 0.5, 0.25, 0.2, 0.05, 0]]).log(),
     )
 
-    calibration, nodes = Calibration(), nodes_of(tree)
+    calibration, nodes = Calibration(), (tree.parent.tolist(), tree.score.tolist())
     assert expected_of(calibration, tree) == pytest.approx([1, 1.5, 1.75, 1.95, 2.0, 2.0])
     path = [[0, 2, -1]]
-    calibration.observe(nodes, path)
-    claimed, accepted = calibration.count.reshape(2, -1, 3)
-    assert claimed[:2].ravel() == pytest.approx([0.5, 0.25, 0, 0, 0, 0.2])
-    assert accepted[:2].ravel().tolist() == [0, 1, 0, 0, 0, 0]
-    calibration.observe(
-        nodes_of(tree.first(3)), path
-    )  # node 4 was not verified: no more is known of it
-    assert calibration.count[0, 5] == pytest.approx(0.2 * (1 - 0.002))
+    calibration.observe(*nodes, path)
+    assert calibration.claimed[:6] == pytest.approx([0.5, 0.25, 0, 0, 0, 0.2])
+    assert calibration.accepted[:6] == [0, 1, 0, 0, 0, 0]
+    first = tree.first(3)  # node 4 was not verified: no more is known of it
+    calibration.observe(first.parent.tolist(), first.score.tolist(), path)
+    assert calibration.claimed[5] == pytest.approx(0.2 * (1 - 0.002))
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -156,29 +150,51 @@ def test_drafts_no_more_where_nothing_pays_and_again_where_it_does():
     assert run.sizes[400] > 1 and run.sizes[-20:].count(1) == 0
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_what_a_draft_promised_is_of_what_was_taken(sequences, monkeypatch):
+    """Of one node, that node's; of the drafter's whole tree, all that is expected."""
+    run = auto(SKILLS["poor"], {1: 1.0, 2: 1.35, 64: 3.0}, 0.1, sequences=sequences)
+    policy, drafts, learnt = run.drafter.policy, [], []
+    monkeypatch.setattr(policy, "drafts", lambda: True)
+    monkeypatch.setattr(policy, "learn", lambda *given, **of: learnt.append((*given, of)))
+    take = run.drafter.take
+    monkeypatch.setattr(
+        run.drafter, "take", lambda drafted, size: (drafts.append(drafted), take(drafted, size))
+    )
+    run.run(40, SKILLS["poor"])
+    for drafted, (size, brought, of) in zip(drafts, learnt, strict=True):
+        expected = drafted.expected.tolist()
+        assert of == {"promised": expected[size - 1], "plain": expected[0]}
+        assert sequences <= brought <= 8 * sequences and expected[0] == sequences
+    sizes = {size for size, *_ in learnt}
+    assert 1 in sizes and len(sizes) > 1
+
+
 def test_gains_are_kept_apart_by_how_sure_the_model_is():
     """Text that the model is sure of is drafted at once, whatever drafts lost elsewhere."""
     policy = Policy(Costs({1: 1.0, 8: 1.2}, 0.8), 8, timed=False)
-    chain = Nodes([list(range(-1, 7))], [[0.0] * 8], [[max(n - 1, 0) * 3 for n in range(8)]])
+    chain = [list(range(-1, 7))], [[0.0] * 8]  # parents and scores
 
     def rounds(count, chance, right):
         """Of them with a draft; every token of the model's with this chance."""
         drafts = 0
         for _ in range(count):
-            path = [[0]]
+            brought = 1
             if policy.drafts():
-                path = [[*range(1 + 7 * right), *[-1] * (7 - 7 * right)]]
-                promised = 1 + 7 * float(policy.calibration.factor()[:7, 0].prod())
-                policy.learn(chain, path, 8, promised, 1.0)
+                brought = 1 + 7 * right
+                path = [[*range(brought), *[-1] * (8 - brought)]]
+                promised = 1 + 7 * prod(policy.calibration.factor()[: 7 * 3 : 3])
+                policy.calibration.observe(*chain, path)
+                policy.learn(8, brought, promised, 1.0)
                 drafts += 1
-            policy.see([[log(chance)] * len(path[0])], path)
+            policy.see([[log(chance)] * brought])
         return drafts
 
     assert rounds(200, 0.3, right=0) < 20
     assert rounds(50, 0.95, right=1) > 40
     assert rounds(50, 0.3, right=0) < 20
     assert rounds(20, 0.95, right=1) >= 15  # it takes some tokens to see
-    policy.see([[float("nan")], [0.0]], [[0], [-1]])
+    policy.see([[float("nan")], []])
     assert policy.drafts()
 
 

@@ -49,12 +49,12 @@ def test_calls_in_and_out_of_inference_mode(inside, device):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_joins_paths_of_one_node():
+def test_joins_paths_of_one_node(device):
     """The second sequence ended before the third round."""
 
     def path(*rows):
-        token = torch.tensor([[t] for t, _ in rows])
-        length = torch.tensor([n for _, n in rows], dtype=torch.int32)
+        token = torch.tensor([[t] for t, _ in rows], device=device)
+        length = torch.tensor([n for _, n in rows], dtype=torch.int32, device=device)
         return Path(length[:, None] - 1, length, token, token.float(), length < 0)
 
     held = Held()

@@ -21,7 +21,7 @@ def test_a_slow_draft_is_seen(device, monkeypatch):
         return propose(state)
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
-    costs = measure(engine.model, engine.cache, engine.state, engine.drafter, False)
+    costs, _ = measure(engine.model, engine.cache, engine.state, engine.drafter, False)
     usual = costs.rounds[min(costs.rounds, key=lambda size: abs(size - 8))]
     assert costs.draft + usual >= 0.2  # a whole round with a draft; each alone is a difference
 

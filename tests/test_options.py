@@ -69,6 +69,7 @@ OPTIONS = [
     ({"chain_seed": 1}, TypeError, ["chain_seed", 1, "wants", "True"]),
     ({"chain_seed": None}, TypeError, ["chain_seed", None, "wants", "True"]),
     ({"chain_seed": "no"}, TypeError, ["chain_seed", "no", "wants", "True"]),
+    ({"remeasure": 1}, TypeError, ["remeasure", 1, "wants", "True"]),
     ({"max_batch": 0}, ValueError, ["max_batch", 0, "wants", 1]),
     ({"max_batch": -3}, ValueError, ["max_batch", -3, "wants", 1]),
     ({"max_batch": True}, WRONG, ["max_batch", True, "wants", "integer"]),

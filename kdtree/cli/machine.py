@@ -5,7 +5,6 @@ and peak (flop/s), both measured in the same run, and rows.
 """
 
 import json
-import platform
 import statistics
 import subprocess
 import time
@@ -15,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+
+from kdtree.card import card
 
 SAMPLES = 20
 CALLS_US = 2000  # of calls in one CUDA graph: so that its launch does not count
@@ -122,20 +123,15 @@ def _time_cpu(fn: Callable[[], object]) -> float:
 def _card(device: torch.device) -> tuple[str, str | None, str | None]:
     """Name, clocks in MHz (now and at most), driver."""
     if device.type == "cpu":
-        lines = (
-            Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
-        )
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{next(names, platform.machine())}, {torch.get_num_threads()} threads", None, None
+        return card(device), None, None
     index = torch.cuda.current_device() if device.index is None else device.index
     query = "clocks.sm,clocks.max.sm,clocks.mem,driver_version"
     uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     answer = _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={uuid}")
-    name = torch.cuda.get_device_name(index)
     if answer is None:
-        return name, None, None
+        return card(device), None, None
     sm, most, memory, driver = answer.split(", ")
-    return name, f"SM {sm} of {most}, memory {memory}", driver
+    return card(device), f"SM {sm} of {most}, memory {memory}", driver
 
 
 def _commit() -> str | None:

@@ -32,6 +32,9 @@ def add_engine(parser: argparse.ArgumentParser, budget: int | str | None = "auto
     parser.add_argument(
         "--chain-seed", action="store_true", help="put the best chain in the tree first"
     )
+    parser.add_argument(
+        "--remeasure", action="store_true", help="for --budget auto: time rounds of every size anew"
+    )
     parser.add_argument("--max-seq-len", type=whole, metavar="N", help="tokens of context")
 
 
@@ -51,6 +54,7 @@ def engine(
         budget=arguments.budget,
         tree=arguments.tree,
         chain_seed=arguments.chain_seed,
+        remeasure=arguments.remeasure,
         progress=progress,
         **_model(arguments),
     )

@@ -41,10 +41,12 @@ class Setup:
 
 
 class Drafter(Protocol):
-    """taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees, which
+    """kind: all that its drafts' time depends on, but the Setup and nodes
+    taps: target layers whose output `prefill` and `commit` want; nodes: N of its trees, which
     may be set lower, and back, between rounds; replans: whether `plan` says another thing from
     round to round (a Replanner), or the same while a text goes on."""
 
+    kind: str
     taps: tuple[int, ...]
     nodes: int
     replans: bool
@@ -69,12 +71,13 @@ class Drafter(Protocol):
     def propose(self, state: State) -> TokenTree:
         """A tree of N nodes for every sequence; padding where it is inactive."""
 
-    def commit(self, path: Path, taps: Tensor | None) -> Tensor | None:
+    def commit(self, path: Path, taps: Tensor | None) -> tuple[Tensor, ...] | None:
         """A round's path. taps: [B, N, len(taps) * D] of the proposed tree's nodes
 
         Rounds for which no tree was asked may come together, as the one path that they make: before
         the next tree or start, if at all; up to 128 nodes.
-        returns what it wants to be told of the round on the host, [B, X] of integers; or None
+        returns what it wants to be told of the round on the host, [B, X] int32 or float32 each;
+        or None
         """
 
 
@@ -126,6 +129,10 @@ class Stateless:
     taps: tuple[int, ...] = ()
     nodes: int
     replans = False
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
 
     def bind(self, model: Deepseek) -> None:
         pass

@@ -44,6 +44,10 @@ class Ngram(Stateless):
         self.nodes = nodes_of(setup, config.budget, config.depth)
         self.matches = min(config.matches, setup.max_seq_len)
 
+    @property
+    def kind(self) -> str:
+        return str(self.config)
+
     def propose(self, state: State) -> TokenTree:
         c, known = self.config, (state.token, state.length)
         candidate, score = ops.ngram_match(

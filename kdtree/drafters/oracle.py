@@ -49,6 +49,10 @@ class Oracle(Stateless):
         shape = (setup.sequences, setup.max_seq_len + MAX_DEPTH + 1)
         self.truth = torch.zeros(shape, dtype=torch.int64, device=setup.device)
 
+    @property
+    def kind(self) -> str:
+        return f"Oracle({self.candidates}, {self.config.depth})"
+
     def start(self, b: int, request: int, prompt: list[int]) -> None:
         if request >= len(self.config.truth):
             known = len(self.config.truth)

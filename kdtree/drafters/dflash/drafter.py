@@ -112,7 +112,7 @@ class DflashDrafter:
     def __init__(self, config: DflashConfig, setup: Setup):
         directory = config.directory(setup.directory)
         c = config.architecture(directory, setup)
-        self.setup, self.taps = setup, c.taps
+        self.setup, self.taps, self.kind = setup, c.taps, str(c)
         self.nodes = nodes_of(setup, config.budget, c.block - 1)
         where = {"device": setup.device, "dtype": setup.dtype}
         positions = setup.max_seq_len + 2 * (MAX_DEPTH + 1)

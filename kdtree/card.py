@@ -1,0 +1,15 @@
+"""The name of the hardware that a device is."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+
+def card(device: torch.device) -> str:
+    """A GPU's name; a CPU's, with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {torch.get_num_threads()} threads"
