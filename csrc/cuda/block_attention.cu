@@ -283,12 +283,11 @@ void run(const BlockAttentionParams& p, Stream stream) {
   const int at_once = static_cast<int>(p.workspace_bytes / bytes);
   for (a.first = 0; a.first < p.B; a.first += at_once) {
     const int count = std::min(at_once, p.B - a.first);
-    const dim3 blocks(count * p.G * a.row_blocks, a.parts);
+    const dim3 blocks(count * p.G * a.row_blocks, a.parts), rows(count * p.N * p.H);
     const DynamicSmem smem = smem_up_to<Smem::bytes(kMaxHead)>(Smem::bytes(p.width));
-    launch(partial_kernel<Element>,
-           {.blocks = blocks, .threads = kThreads, .smem = smem, .early = true}, stream, a);
-    launch(merge_kernel<Element>,
-           {.blocks = dim3(count * p.N * p.H), .threads = kThreads, .early = true}, stream, a);
+    const Grid parts{.blocks = blocks, .threads = kThreads, .smem = smem, .early = true};
+    launch(partial_kernel<Element>, parts, stream, a);
+    launch(merge_kernel<Element>, {.blocks = rows, .threads = kThreads, .early = true}, stream, a);
   }
 }
 

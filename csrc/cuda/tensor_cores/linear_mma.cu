@@ -3,7 +3,8 @@
 // Grid    x: tiles of kBM outputs x kBN rows, rows first, so that neighbours share weights in L2,
 //         times the blocks of a cluster, which share the runs of a tile (product.cuh); y: groups.
 // Tiling  steps of 64 inputs, kStages of them in shared memory, filled by asynchronous copies that
-//         all threads issue; a warp multiplies 16 * kMT outputs by 8 * kNT rows.
+//         all threads issue; a warp multiplies 16 * kMT outputs by 8 * kNT rows. The kernel begins
+//         early.
 // Smem    the stages; in the same place the block's sums, which its cluster reads.
 // Reads   weights once per kBN rows, x once per kBM outputs (from L2).
 // Floor   the weights' bytes: 7168 -> 18432 is 264 MB, 60 us at 4.4 TB/s (H200).
@@ -30,6 +31,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
     linear_mma_kernel(const __grid_constant__ Product p) {
   constexpr int kBM = Tile::kBM, kBN = Tile::kBN, kStages = Tile::kStages;
   extern __shared__ __align__(16) char smem[];
+  wait_for_previous();
   const int tile = blockIdx.x / cluster_blocks(), warp = threadIdx.x / kWarp;
   const int t0 = tile % p.n_tiles * kBN, o0 = tile / p.n_tiles * kBM;
   const int64_t g = blockIdx.y;
@@ -79,7 +81,7 @@ template <class Tile>
 void launch_tile(Product p, int cluster, Stream stream) {
   const Division d = divide<Tile>(p, cluster);
   const Grid grid{
-      {d.blocks, static_cast<unsigned>(p.G)}, Tile::kThreads, smem_up_to<Tile::kSmem>(), d.cluster};
+      {d.blocks, static_cast<unsigned>(p.G)}, Tile::kThreads, smem_up_to<Tile::kSmem>(), d.cluster, true};
   dispatch(in_vectors(p), [&](auto v) { launch(linear_mma_kernel<Tile, v>, grid, stream, p); });
 }
 
