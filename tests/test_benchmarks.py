@@ -8,14 +8,16 @@ import pytest
 import torch
 from fake_engine import FakeEngine
 
-from kdtree import ops
+from kdtree import Engine, ops
 from kdtree.cli import machine
+from kdtree.record import Asked
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_engine  # noqa: E402
 import bench_ops  # noqa: E402
+import bench_round  # noqa: E402
 import cases  # noqa: E402
 import cases_experts  # noqa: E402
 import eager  # noqa: E402
@@ -174,3 +176,15 @@ def test_tables_of_the_engine():
 def test_a_document_without_its_marks(text):
     with pytest.raises(ValueError, match="the document wants one line"):
         tables.replaced(text, "a", "")
+
+
+def test_a_round_without_layers():
+    """It is the engine's: one that finds what it looks up, of which the first token is right."""
+    rounds = bench_round.rounds_of(known=130, room=160, nodes=8, device=CPU)
+    for _ in range(2):
+        made = Engine._round(rounds, Asked(), None)
+        (landed,) = made.read(made.packed).emitted
+        right = rounds.state.token[0, 101].item()
+        assert landed.token_ids == [right, right] and landed.accepted == 1 < landed.offered
+        assert rounds.state.length.tolist() == [132] and rounds.cache.context.tolist() == [131]
+        rounds.reset()
