@@ -26,7 +26,7 @@ IN_TURN = 3  # rounds, of which the first is not timed
 TEXT_SECONDS, TREE_SECONDS = 0.4, 1.0  # that measuring may take, but for one round of each size
 TEXT = 8  # tokens that are written in any case, where there is room: half are a tree's depth
 USUAL = 8  # nodes of the tree with which a draft is timed
-CALM = 1.25  # times a size's least time its median may be, if the costs are to be kept
+CALM = 1.25  # times the least the median of alike rounds may take, if the costs are to be kept
 
 
 def automatic(
@@ -95,14 +95,15 @@ def measure(
                 break
         cache.context.zero_()
     least = {size: min(each) for size, each in took.items()}
-    calm = all(statistics.median(took[size]) < CALM * least[size] for size in sizes)
+    alike = [times for times in (*took.values(), *whole) if times]
+    calm = all(statistics.median(times) < CALM * min(times) for times in alike)
     # None costs more than a larger one: what seems to was disturbed, or can be padded to that.
     least = {size: min(least[n] for n in sizes if n >= size) for size in sizes}
-    if whole is None:
+    if not all(whole):
         return Costs(least), calm
     # What trees cost by size is of rounds of one tree again and again; a draft's cost makes up for
     # what that hides: where text goes on, neither model finds its weights where it left them.
-    plain, drafted = whole
+    plain, drafted = map(statistics.median, whole)
     costs = {size: plain * seconds / least[1] for size, seconds in least.items()}
     draft = drafted - costs[usual]
     return Costs(costs, max(draft, 0.0)), calm and draft > 0
@@ -180,15 +181,15 @@ class _Rounds:
         score, token = score[:, :MAX_DEPTH].contiguous(), token[:, :MAX_DEPTH].contiguous()
         return TokenTree.build(score, token, root, nodes - 1, False)
 
-    def in_turns(self, size: int) -> tuple[float, float] | None:
-        """Seconds of a plain round and of one with a draft, cut to this size; the text goes on.
-        None where there is no room for them."""
+    def in_turns(self, size: int) -> tuple[list[float], list[float]]:
+        """Seconds of plain rounds and of some with a draft, cut to this size; the text goes on.
+        None of them where there is no room."""
         took = [], []
         for _ in range(TURNS):
             for of, times in zip((None, size), took, strict=True):
                 each = [self.whole(of) for _ in range(IN_TURN) if self._left() > MAX_DEPTH]
                 times += filter(None, each[1:])
-        return tuple(map(statistics.median, took)) if all(took) else None
+        return took
 
     def whole(self, size: int | None) -> float | None:
         """Seconds of a round as the engine has them, with a draft cut to this size, or None without

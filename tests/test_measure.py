@@ -26,6 +26,19 @@ def test_a_slow_draft_is_seen(device, monkeypatch):
     assert costs.draft + usual >= 0.2  # a whole round with a draft; each alone is a difference
 
 
+def test_costs_are_kept_where_alike_rounds_take_alike(device, monkeypatch):
+    """Every second draft waits longer: the whole rounds are not alike, whatever the trees' are."""
+    engine, drafts = engine_of("base", device, "float32", "ngram", budget=7), []
+    propose = engine.drafter.propose
+
+    def by_turns(state):
+        drafts.append(time.sleep(0.5 if len(drafts) % 2 else 0.1))
+        return propose(state)
+
+    monkeypatch.setattr(engine.drafter, "propose", by_turns)
+    assert not measure(engine.model, engine.cache, engine.state, engine.drafter, False)[1]
+
+
 def test_measures_its_costs(device):
     began = time.perf_counter()
     drafter = NgramConfig(budget=40)
