@@ -29,6 +29,7 @@ demo: build
 bench: build
 	$(BIN)/python benchmarks/bench_ops.py
 	$(BIN)/python benchmarks/bench_engine.py
+	-$(BIN)/python benchmarks/bench_round.py  # CUDA alone
 	$(BIN)/python benchmarks/tables.py
 
 # On a GPU machine: the op tests under NVIDIA's memory checker.

@@ -4,12 +4,11 @@ around a model that does nothing.
 Draft by look-up, tree, places, the draws over 163,840 ids, the walk, compaction of 61 layers,
 commit and the record that the host reads. Every round is the same one: it finds matches, of which
 the first token is right. A row has the microseconds of a round and, by the device's clock, of its
-phases.
+phases; its floor is that of the logits' bytes and the text's.
 """
 
 import statistics
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TypeVar
 
 import harness
@@ -20,7 +19,7 @@ from kdtree.cache import KvCache
 from kdtree.config import load
 from kdtree.drafters.base import Setup
 from kdtree.drafters.ngram import NgramConfig
-from kdtree.record import Asked
+from kdtree.record import Asked, Round
 from kdtree.sampling import SamplingParams
 from kdtree.state import State
 
@@ -30,65 +29,64 @@ ROUNDS, REPLAYS = 20, 15  # a graph's rounds; its replays, of which the median c
 REPEATS = 50  # tokens between those that are alike: what there is to look up
 
 
-def rounds_of(known: int, room: int, nodes: int, device: torch.device) -> SimpleNamespace:
-    """What Engine._round wants, and reset(), which takes a round back. known: tokens of the text,
-    of room for so many"""
-    torch.manual_seed(0)
-    config = load(CONFIG)
-    setup = Setup(
-        budget=nodes - 1,
-        chain=False,
-        chain_seed=False,
-        target=config,
-        directory=CONFIG,
-        sequences=1,
-        max_seq_len=room,
-        device=device,
-        dtype=torch.bfloat16,
-    )
-    state = State(1, room, device)
-    text = torch.randint(config.vocab, (known,))
-    text[::REPEATS] = text[-1]
-    state.start(0, text.tolist(), SamplingParams(max_tokens=None), [])
-    cache = KvCache.of(config, 1, room, device=device, dtype=torch.bfloat16)
-    logits = torch.randn(1, nodes, config.vocab, device=device)
-    logits[..., text[(known - 2) // REPEATS * REPEATS + 1]] = 100
+class Layerless:
+    """What Engine._round wants of an engine whose model does nothing, and `reset`, which takes a
+    round back. known: tokens of the text, of room for so many"""
 
-    class Model:
-        """Of no layers."""
+    def __init__(self, known: int, room: int, nodes: int, device: torch.device):
+        torch.manual_seed(0)
+        config, self.known, self.device, self.model = load(CONFIG), known, device, self
+        where = {"device": device, "dtype": torch.bfloat16}
+        self.drafter = NgramConfig().create(
+            Setup(nodes - 1, False, False, config, CONFIG, 1, room, **where)
+        )
+        self.cache = KvCache.of(config, 1, room, **where)
+        self.state = State(1, room, device)
+        text = torch.randint(config.vocab, (known,))
+        text[::REPEATS] = text[-1]
+        self.state.start(0, text.tolist(), SamplingParams(max_tokens=None), [])
+        self.right = text[(known - 2) // REPEATS * REPEATS + 1].item()
+        self.said = torch.randn(1, nodes, config.vocab, device=device)
+        self.said[..., self.right] = 100
+        self.tokens = [self.right] * min(nodes, 2)
+        self.reset()
 
-        def __call__(self, step, cache, taps):
-            return None, None
+    def __call__(self, step, cache, taps):
+        return None, None
 
-        def logits(self, hidden):
-            return logits
+    def logits(self, hidden):
+        return self.said
 
-    def reset():
-        state.length.fill_(known)
-        cache.context.fill_(known - 1)
+    def round(self) -> Round:
+        return Engine._round(self, Asked(), None)
 
-    reset()
-    drafter = NgramConfig().create(setup)
-    return SimpleNamespace(
-        device=device, state=state, cache=cache, drafter=drafter, model=Model(), reset=reset
-    )
+    def reset(self) -> None:
+        self.state.length.fill_(self.known)
+        self.cache.context.fill_(self.known - 1)
+
+    def check(self, made: Round) -> dict[str, float]:
+        """That a round did what it should; its phases."""
+        landed = made.read(made.packed.cpu())
+        assert landed.emitted[0].token_ids == self.tokens, landed.emitted
+        return landed.phases
 
 
-def measure(known: int, room: int, nodes: int, device: torch.device) -> dict:
-    engine, phases = rounds_of(known, room, nodes, device), []
+def measure(
+    known: int, room: int, nodes: int, device: torch.device, measured: harness.Peaks
+) -> dict:
+    engine, phases = Layerless(known, room, nodes, device), []
 
     def round():
-        made = Engine._round(engine, Asked(), None)
+        made = engine.round()
         engine.reset()
         return made
 
-    def then(made):
-        phases.extend(each.read(each.packed.cpu()).phases for each in made)
-
-    us = replayed(round, then) - replayed(engine.reset)
+    us = replayed(round, lambda made: phases.extend(map(engine.check, made)))
+    us -= replayed(engine.reset)
     by_phase = {name: 1e6 * statistics.median(p[name] for p in phases) for name in phases[0]}
+    floor = harness.floor(engine.said.nbytes + 8 * known, 0, measured)
     size = {"known": known, "room": room, "N": nodes}
-    return {"kind": "round"} | size | {"round_us": us, "phases_us": by_phase}
+    return {"kind": "round"} | size | {"us": us, "floor_us": floor, "phases_us": by_phase}
 
 
 def replayed(work: Callable[[], T], then: Callable[[list[T]], None] = lambda made: None) -> float:
@@ -113,10 +111,11 @@ def main() -> None:
     device = arguments.device
     if device.type != "cuda":
         raise SystemExit(f"a round's launches are timed in CUDA graphs, the device is {device}")
-    facts = harness.header(device, harness.peaks(device), arguments.commit)
+    peaks = harness.peaks(device)
     sizes = (4000, 8192), (250_000, 262_144)
-    rows = [measure(*size, nodes, device) for size in sizes for nodes in (1, 16)]
-    columns = ("known", "room", "N", "round_us", "phases_us")
+    rows = [measure(*size, nodes, device, peaks) for size in sizes for nodes in (1, 16)]
+    facts = harness.header(device, peaks, arguments.commit)
+    columns = ("known", "room", "N", "us", "floor_us", "phases_us", "of floor")
     harness.write("round_cuda", rows, facts, arguments.out, columns)
 
 

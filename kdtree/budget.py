@@ -167,7 +167,7 @@ class Told:
 class Held:
     """Rounds of one node each, as the one path that they make.
 
-    rounds: how many, which the host counts; sequences: B, 0 where nothing was held
+    rounds: how many, which the host counts; sequences: B, 0 until something is held
     On CUDA, where every replay of a graph writes the same tensors, they are put one after another
     where the device has counted to; on a CPU they are kept as they are.
     """

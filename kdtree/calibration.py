@@ -3,7 +3,7 @@
 All of it on the host, after the round, and in plain loops: trees are too small for arrays.
 """
 
-from math import exp
+from math import exp, isnan
 
 from kdtree.tree import MAX_DEPTH
 
@@ -38,7 +38,10 @@ class Calibration:
             for depth, (above, those) in enumerate(children.items()):
                 for n in those:
                     cell = depth * KINDS + ((n != those[0]) if on_spine else 2)
-                    claimed[cell] += exp(min(scores[n] - scores[above], 0.0))
+                    chance = exp(min(scores[n] - scores[above], 0.0))
+                    if isnan(chance):
+                        continue
+                    claimed[cell] += chance
                     accepted[cell] += n in children
                 on_spine = on_spine and bool(those) and those[0] in children
         left = [1 - FORGET - FADE * min(mass, 1.0) for mass in claimed]

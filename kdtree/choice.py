@@ -19,13 +19,14 @@ class Choice:
     """
 
     def __init__(self, draft: tuple[torch.cuda.CUDAGraph, Drafted], rounds: list[Captured]):
-        make = native.graph().Choice
+        native.graph()  # or says why there is none
         graph, drafted = draft
         self._rounds = [round for _, round in rounds]
         most = max(round.packed.numel() for round in self._rounds)
         self.packed = torch.zeros(1 + most, dtype=torch.int64, device=drafted.choice.device)
-        self._made = make(
-            device=self.packed.device.index,
+        self._made = native.make(
+            "Choice",
+            self.packed.device,
             before=graph.raw_cuda_graph(),
             choice=native.address(drafted.choice, torch.int32),
             record=native.address(self.packed, torch.int64),
@@ -35,7 +36,7 @@ class Choice:
         )
 
     def launch(self) -> "Choice":
-        self._made.launch(native.stream(self.packed.device))
+        native.launch(self._made, self.packed.device)
         return self
 
     def read(self, host: Tensor) -> Landed:

@@ -10,25 +10,28 @@ import os
 import tempfile
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kdtree.card import card
+from kdtree.card import card, mma_sync
 from kdtree.costs import Costs
 from kdtree.files import read_object
-from kdtree.ops import library
 
 Key = dict[str, str | int | bool]
 
 
 def key(device: torch.device, weights: Iterable[tuple[str, Tensor]], **rest: str | int) -> Key:
-    """What costs depend on. weights: by name, of which kind and shape count; rest: all else"""
+    """What costs depend on. weights: by name, of which kind and shape count; rest: all else
+
+    Not in it: the weights' values, by which siblings share more experts or fewer; a GPU's power
+    limit and driver; the host's CPU where it launches op by op.
+    """
     kinds = sorted(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in weights)
-    software = {"kdtree": _version(), "library": _library(), "torch": str(torch.__version__)}
-    return {"card": card(device), **software, "weights": _hash("\n".join(kinds).encode()), **rest}
+    hardware = {"card": card(device), "mma_sync": mma_sync()}
+    software = {"package": _package(), "torch": str(torch.__version__)}
+    return {**hardware, **software, "weights": _hash("\n".join(kinds).encode()), **rest}
 
 
 def directory() -> Path | None:
@@ -76,12 +79,8 @@ def _hash(data: bytes) -> str:
 
 
 @cache
-def _library() -> str:
-    return _hash(library.read_bytes())
-
-
-def _version() -> str:
-    try:
-        return version("kdtree")
-    except PackageNotFoundError:  # run from its sources
-        return ""
+def _package() -> str:
+    """Of its code, in Python and built."""
+    root = Path(__file__).parent
+    files = sorted([*root.rglob("*.py"), *root.glob("*.so")])
+    return _hash(b"".join(file.read_bytes() for file in files))

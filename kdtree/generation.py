@@ -21,14 +21,15 @@ class Generation:
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, round: Round, active: Tensor):
-        make = native.graph().Generation
+        native.graph()  # or says why there is none
         B, words = len(active), round.packed.numel()
         self._round, self._active = round, active
         self._ring = torch.zeros(SLOTS, words, dtype=torch.int64, pin_memory=True)
         self._control = torch.zeros(ENDED + B, dtype=torch.int64, pin_memory=True)
         self._words = self._control.numpy()
-        self._made = make(
-            device=active.device.index,
+        self._made = native.make(
+            "Generation",
+            active.device,
             round=graph.raw_cuda_graph(),
             packed=native.address(round.packed, torch.int64),
             active=native.address(active, torch.bool),
@@ -49,7 +50,7 @@ class Generation:
         words, shape, read = self._words, self._round.packed.shape, 0
         words[:] = 0
         words[LEAST] = least
-        self._made.launch(native.stream(self._active.device))
+        native.launch(self._made, self._active.device)
         self._done.record(torch.cuda.current_stream(self._active.device))
         try:
             while True:

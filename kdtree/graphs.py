@@ -67,7 +67,7 @@ class Graphs:
             made = self._captured(work, torch.cuda.CUDAGraph(keep_graph=True))
             try:
                 self._together[key] = Generation(*made, active) if made else None
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 self._together, self._pool = None, None  # a pool ends with the last of its graphs
                 warnings.warn(f"each round is launched by the host: {error}", stacklevel=2)
                 return None
@@ -98,7 +98,7 @@ class Graphs:
                 return None
             try:
                 self._chosen[key] = Choice(made[0], made[1:])
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 self._chosen, self._pool = None, None  # a pool ends with the last of its graphs
                 warnings.warn(f"the host chooses each round's nodes: {error}", stacklevel=2)
                 return None

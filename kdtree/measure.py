@@ -26,7 +26,9 @@ IN_TURN = 3  # rounds, of which the first is not timed
 TEXT_SECONDS, TREE_SECONDS = 0.4, 1.0  # that measuring may take, but for one round of each size
 TEXT = 8  # tokens that are written in any case, where there is room: half are a tree's depth
 USUAL = 8  # nodes of the tree with which a draft is timed
-CALM = 1.25  # times the least the median of alike rounds may take, if the costs are to be kept
+# Costs are kept where so many times of each kind were taken, and their median is not more than so
+# many times the least of them.
+ALIKE, CALM = 3, 1.25
 
 
 def automatic(
@@ -96,7 +98,7 @@ def measure(
         cache.context.zero_()
     least = {size: min(each) for size, each in took.items()}
     alike = [times for times in (*took.values(), *whole) if times]
-    calm = all(statistics.median(times) < CALM * min(times) for times in alike)
+    calm = all(len(x) >= ALIKE and statistics.median(x) < CALM * min(x) for x in alike)
     # None costs more than a larger one: what seems to was disturbed, or can be padded to that.
     least = {size: min(least[n] for n in sizes if n >= size) for size in sizes}
     if not all(whole):

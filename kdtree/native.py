@@ -9,7 +9,7 @@ try:
     import kdtree._graph as _graph
 
     _missing = ""
-except ImportError as error:
+except ModuleNotFoundError as error:
     _graph, _missing = None, str(error)
 
 
@@ -20,12 +20,21 @@ def graph() -> ModuleType:
     return _graph
 
 
+def make(kind: str, device: torch.device, **arguments: object) -> object:
+    """A Generation or a Choice of the module's. The device is current meanwhile, as torch does it:
+    whatever else is current gets no context by it."""
+    made = getattr(graph(), kind)
+    with torch.cuda.device(device):
+        return made(device=device.index, **arguments)
+
+
 def address(x: Tensor, dtype: torch.dtype) -> int:
     """Where a contiguous tensor's data are, which must be of this dtype."""
     assert x.dtype == dtype and x.is_contiguous()
     return x.data_ptr()
 
 
-def stream(device: torch.device) -> int:
-    """The current one of a device, as a cudaStream_t."""
-    return torch.cuda.current_stream(device).cuda_stream
+def launch(made: object, device: torch.device) -> None:
+    """A graph of the module's, on the device's current stream."""
+    with torch.cuda.device(device):
+        made.launch(torch.cuda.current_stream().cuda_stream)

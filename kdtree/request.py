@@ -15,7 +15,8 @@ REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", FAILED: "error"}
 class Emitted:
     """What a round's record says of one sequence.
 
-    reason: of kdtree.state; offered, accepted: depth of the tree, and of its accepted path
+    reason: of kdtree.state; offered, accepted: depth of the tree, and of its accepted path, -1
+    where the sequence took no part
     best: for each token ids and log-probabilities, best first, or None; trace: the tree, or None
     """
 

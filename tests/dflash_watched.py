@@ -24,7 +24,7 @@ class Watched:
 class Watcher:
     """rounds: (sequence, its completion, committed tokens, hidden [J, D], logits [J, W]) each."""
 
-    replans = False
+    kind, replans = "watched", False
 
     def __init__(self, drafter, trees):
         self.drafter, self.trees = drafter, trees

@@ -49,6 +49,7 @@ class FakeEngine:
         self.drafter, self.calls, self.messages = drafter, [], None
         self.tokenizer, self.device, self.dtype = Bytes(), torch.device("cpu"), torch.float32
         self.options = {"model": model, "budget": budget, "tree": tree, "device": device}
+        self.options["remeasure"] = remeasure
         self.width = 1 if drafter == "none" else 4
 
     def rounds(self, params):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from fake_engine import FakeEngine
 
-from kdtree import Engine, ops
+from kdtree import ops
 from kdtree.cli import machine
-from kdtree.record import Asked
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -180,11 +179,14 @@ def test_a_document_without_its_marks(text):
 
 def test_a_round_without_layers():
     """It is the engine's: one that finds what it looks up, of which the first token is right."""
-    rounds = bench_round.rounds_of(known=130, room=160, nodes=8, device=CPU)
+    engine = bench_round.Layerless(known=130, room=160, nodes=8, device=CPU)
     for _ in range(2):
-        made = Engine._round(rounds, Asked(), None)
+        made = engine.round()
         (landed,) = made.read(made.packed).emitted
-        right = rounds.state.token[0, 101].item()
-        assert landed.token_ids == [right, right] and landed.accepted == 1 < landed.offered
-        assert rounds.state.length.tolist() == [132] and rounds.cache.context.tolist() == [131]
-        rounds.reset()
+        assert landed.token_ids == engine.tokens and landed.accepted == 1 < landed.offered
+        assert list(engine.check(made)) == ["draft", "forward", "verify", "commit"]
+        assert engine.state.length.tolist() == [132] and engine.cache.context.tolist() == [131]
+        engine.reset()
+    engine.tokens[0] += 1
+    with pytest.raises(AssertionError):
+        engine.check(made)

@@ -1,7 +1,7 @@
 """The automatic budget: its choice, what it learns, and that no output depends on it."""
 
 import itertools
-from math import log, prod
+from math import inf, isfinite, log, nan, prod
 
 import pytest
 import torch
@@ -118,6 +118,10 @@ def test_counts_by_depth_and_kind():
     first = tree.first(3)  # node 4 was not verified: no more is known of it
     calibration.observe(first.parent.tolist(), first.score.tolist(), path)
     assert calibration.claimed[5] == pytest.approx(0.2 * (1 - 0.002))
+    for broken in nan, -inf:  # says nothing of its node, and spoils nothing
+        before = calibration.factor()
+        calibration.observe([[-1, 0, 1]], [[0.0, broken, broken]], [[0, 1, 2]])
+        assert all(map(isfinite, calibration.factor())) and calibration.factor() != before
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -60,7 +60,7 @@ def test_another_key_is_another_matter(other):
     assert read(of(**other), SIZES) is None
 
 
-@pytest.mark.parametrize("name", ["card", "_library", "_version"])
+@pytest.mark.parametrize("name", ["card", "mma_sync", "_package"])
 def test_so_is_other_hardware_or_software(name, monkeypatch):
     write(of(), COSTS)
     monkeypatch.setattr(costs_cache, name, lambda *_: "another")

@@ -8,6 +8,7 @@ from test_engine import engine_of, outcome
 from variants import variant
 
 from kdtree import Engine, NgramConfig, SamplingParams
+from kdtree import measure as measuring
 from kdtree.costs import sizes_up_to
 from kdtree.measure import measure
 
@@ -36,6 +37,12 @@ def test_costs_are_kept_where_alike_rounds_take_alike(device, monkeypatch):
         return propose(state)
 
     monkeypatch.setattr(engine.drafter, "propose", by_turns)
+    assert not measure(engine.model, engine.cache, engine.state, engine.drafter, False)[1]
+
+
+def test_costs_are_not_kept_where_few_times_were_taken(device, monkeypatch):
+    engine = engine_of("base", device, "float32", "ngram", budget=7)
+    monkeypatch.setattr(measuring, "TREE_SECONDS", 0.0)  # one of each size
     assert not measure(engine.model, engine.cache, engine.state, engine.drafter, False)[1]
 
 

@@ -116,7 +116,7 @@ def test_the_round_that_is_chosen():
     made = native.graph().Choice(**rounds.arguments())
     for number, record in ((1, [1, 20, 0]), (0, [0, 10, 10]), (2, [2, 10, 10]), (1, [1, 20, 10])):
         rounds.number.fill_(number)
-        made.launch(native.stream(rounds.record.device))
+        native.launch(made, rounds.record.device)
         assert rounds.record.tolist() == record
 
 

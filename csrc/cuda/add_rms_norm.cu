@@ -8,6 +8,7 @@
 // Floor   4 * T * D elements of HBM: at D = 7168, bf16, T = 64 that is 3.7 MB, 0.8 us at
 //         4.8 TB/s (H200): launch latency.
 // Needs   nothing: see rms_norm.
+#include "early.cuh"
 #include "norm.cuh"
 
 namespace kdtree::cuda {

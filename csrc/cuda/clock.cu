@@ -18,6 +18,8 @@ __global__ void clock_kernel(ClockParams p) {
 
 }  // namespace
 
-void clock(const ClockParams& p, Stream stream) { launch(clock_kernel, {.blocks = 1, .threads = 1, .early = true}, stream, p); }
+void clock(const ClockParams& p, Stream stream) {
+  launch(clock_kernel, {.blocks = 1, .threads = 1, .early = true}, stream, p);
+}
 
 }  // namespace kdtree::cuda

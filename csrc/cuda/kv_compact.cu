@@ -60,7 +60,8 @@ bool launch_if_aligned(const KvCompactParams& p, Stream stream) {
   const int64_t row_bytes = int64_t{p.Z} * p.element_size;
   if ((reinterpret_cast<uintptr_t>(p.cache) | row_bytes) % sizeof(Unit) != 0) return false;
   const dim3 blocks(p.B, p.L);
-  launch(kv_compact_kernel<Unit>, {.blocks = blocks, .threads = kThreads, .early = true}, stream, p);
+  const Grid grid{.blocks = blocks, .threads = kThreads, .early = true};
+  launch(kv_compact_kernel<Unit>, grid, stream, p);
   return true;
 }
 

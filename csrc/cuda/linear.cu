@@ -59,8 +59,8 @@ void launch_linear(const LinearParams& p, Stream stream) {
   launch(linear_kernel<R, O, kAligned, X, W>, grid, stream, p);
 }
 
-// By four outputs a block where they leave blocks enough, else by one. Eight rows, which each block
-// reads from L2, weigh more than many blocks.
+// By four outputs a block where they leave blocks enough, else by one; eight rows, which each block
+// reads from L2 and which weigh more than many blocks, by two as well.
 template <int R, class X, class W>
 void launch_aligned(const LinearParams& p, Stream stream) {
   constexpr bool kMany = R == kMostRows;
@@ -69,7 +69,8 @@ void launch_aligned(const LinearParams& p, Stream stream) {
     return ((p.T - 1) / R + 1) * int64_t{(p.O - 1) / outputs + 1} * p.G;
   };
   if (blocks(4) >= kEnough) return launch_linear<R, 4, true, X, W>(p, stream);
-  if (kMany && blocks(2) >= kEnough) return launch_linear<R, 2, true, X, W>(p, stream);
+  if constexpr (kMany)
+    if (blocks(2) >= kEnough) return launch_linear<R, 2, true, X, W>(p, stream);
   launch_linear<R, 1, true, X, W>(p, stream);
 }
 

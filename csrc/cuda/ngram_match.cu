@@ -186,7 +186,11 @@ __global__ void __launch_bounds__(kThreads)
 
 void ngram_match(const NgramMatchParams& p, Stream stream) {
   const int blocks = p.X > kShort ? kTeam : 1;
-  const Grid grid{p.B * blocks, kThreads, smem_up_to<sizeof(Shared)>(), blocks, true};
+  const Grid grid{.blocks = p.B * blocks,
+                  .threads = kThreads,
+                  .smem = smem_up_to<sizeof(Shared)>(),
+                  .cluster = blocks,
+                  .early = true};
   launch(ngram_match_kernel, grid, stream, p);
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common.cuh"
-#include "early.cuh"
 
 namespace kdtree::cuda {
 

@@ -64,7 +64,7 @@ Choice::Choice(int device, cudaGraph_t before, const ChoiceParams& p) : Graph(de
     check(cudaGraphAddMemcpyNode1D(&copy, body, &child, 1, p.record + 1, packed,
                                    words * sizeof(int64_t), cudaMemcpyDeviceToDevice));
   }
-  check(cudaGraphInstantiate(&exec_, graph_, 0));
+  instantiate();
 }
 
 }  // namespace kdtree::cuda

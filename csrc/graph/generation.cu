@@ -65,7 +65,7 @@ Generation::Generation(int device, cudaGraph_t round, GenerationParams p) : Grap
   add_launch(body, child, [&](Stream stream) {
     cuda::launch(end_of_round, {.blocks = 1, .threads = kThreads}, stream, p);
   });
-  check(cudaGraphInstantiate(&exec_, graph_, 0));
+  instantiate();
 }
 
 }  // namespace kdtree::cuda

@@ -3,20 +3,21 @@
 
 namespace kdtree::cuda {
 
-Graph::~Graph() {
-  if (!graph_) return;
-  int before = 0;  // no guard, which may throw
-  cudaGetDevice(&before);
-  cudaSetDevice(device_);
-  cudaDeviceSynchronize();
+Graph::~Graph() {  // whatever the current device is
+  if (done_) cudaEventSynchronize(done_), cudaEventDestroy(done_);
   if (exec_) cudaGraphExecDestroy(exec_);
-  cudaGraphDestroy(graph_);
-  cudaSetDevice(before);
+  if (graph_) cudaGraphDestroy(graph_);
+}
+
+void Graph::instantiate() {
+  check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming));
+  check(cudaGraphInstantiate(&exec_, graph_, 0));
 }
 
 void Graph::launch(Stream stream) const {
   const DeviceGuard guard(device_);
   check(cudaGraphLaunch(exec_, stream));
+  check(cudaEventRecord(done_, stream));
 }
 
 }  // namespace kdtree::cuda

@@ -49,7 +49,8 @@ inline void require_memory(const std::string& name, const void* p, int device,
           text(wants, device));
 }
 
-// Makes a device the current one while it lives.
+// Makes a device the current one while it lives, and touches no other one where it is that already:
+// to make a device current gives it a context.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -57,10 +58,13 @@ class DeviceGuard {
     check(cudaGetDeviceCount(&count));
     require(device >= 0 && device < count, "device is ", device, ", wants 0 to ", count - 1);
     check(cudaGetDevice(&before_));
-    check(cudaSetDevice(device));
+    if (before_ != device) check(cudaSetDevice(device));
     cudaGetLastError();  // forgets that of a graph that was refused
   }
-  ~DeviceGuard() { cudaSetDevice(before_); }
+  ~DeviceGuard() {
+    int now;
+    if (cudaGetDevice(&now) == cudaSuccess && now != before_) cudaSetDevice(before_);
+  }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 

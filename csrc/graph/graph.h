@@ -12,6 +12,7 @@
 
 struct CUgraph_st;      // the pointee of cudaGraph_t
 struct CUgraphExec_st;  // the pointee of cudaGraphExec_t
+struct CUevent_st;      // the pointee of cudaEvent_t
 
 namespace kdtree::cuda {
 
@@ -19,16 +20,19 @@ namespace kdtree::cuda {
 class Graph {
  public:
   explicit Graph(int device) : device_(device) {}
-  ~Graph();  // waits for the device
+  ~Graph();  // waits for its last launch
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
   void launch(Stream stream) const;  // a stream of its device
 
  protected:
+  void instantiate();  // once graph_ is whole
+
   const int device_;
   CUgraph_st* graph_ = nullptr;
   CUgraphExec_st* exec_ = nullptr;
+  CUevent_st* done_ = nullptr;  // of the last launch
 };
 
 // Words of `control`, which both sides see: the device writes the first, the host the others.

@@ -53,7 +53,7 @@ std::unique_ptr<Choice> choice(int device, Address before, Address choice, Addre
 
 void launch(const Graph& graph, Address stream) { graph.launch(at<Stream>(stream)); }
 
-// They let Python go on while they wait, for the driver or, when they are freed, for the device.
+// They let Python go on while they wait, for the driver or, when they are freed, for the last launch.
 void define(py::module_& m) {
   using namespace py::literals;
   const py::release_gil_before_calling_cpp_dtor waits;

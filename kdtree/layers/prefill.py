@@ -6,13 +6,12 @@ for each chunk, of the whole context, by torch's products. Those depend in their
 rows they have, so chunks have fixed absolute ends; decoding has no part in this.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
 from kdtree import ops
 from kdtree.cache import PAGE, Step, fp8_parts, require_room
+from kdtree.card import mma_sync
 from kdtree.config import MlaConfig
 
 ROOM = 2**30  # bytes of the keys and values that there are at a time: of a slice of the heads
@@ -24,7 +23,7 @@ def unabsorbs(c: MlaConfig, w_uk: Tensor) -> bool:
     """Whether chunks of prompts take this form: where it is fast, by model and device alone."""
     if w_uk.device.type != "cuda" or w_uk.dtype != torch.bfloat16:
         return False
-    if os.environ.get("KDTREE_MMA_SYNC") == "1":  # as other cards do
+    if mma_sync():
         return False
     sm_90 = torch.cuda.get_device_capability(w_uk.device)[0] == 9
     return sm_90 and (c.nope, c.rope, c.value) == FAST

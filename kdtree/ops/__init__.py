@@ -7,7 +7,6 @@ RuntimeError, with what is wrong and what is wanted, on a wrong shape, dtype, de
 letters: csrc/kdtree.h.
 """
 
-from kdtree.ops._library import library
 from kdtree.ops.attention import (
     kv_compact,
     mla_append,
@@ -42,7 +41,6 @@ __all__ = [
     "int4_linear",
     "int4_pack",
     "kv_compact",
-    "library",
     "linear",
     "mla_append",
     "mla_attention",

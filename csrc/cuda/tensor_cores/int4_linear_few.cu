@@ -167,9 +167,10 @@ bool int4_linear_few(Product p, Stream stream) {
                         .box = {kBoxTiles * kInt4Tile, rows, all},
                         .swizzle = CU_TENSOR_MAP_SWIZZLE_128B}))
     return false;
-  const Grid grid{static_cast<unsigned>(blocks), static_cast<unsigned>((runs.count + 1) * kWarp),
-                  smem_up_to<smem_of(kMaxRuns), kSmemSm90>(smem_of(runs.count)), 1,
-                  true};
+  const Grid grid{.blocks = static_cast<unsigned>(blocks),
+                  .threads = static_cast<unsigned>((runs.count + 1) * kWarp),
+                  .smem = smem_up_to<smem_of(kMaxRuns), kSmemSm90>(smem_of(runs.count)),
+                  .early = true};
   launch(int4_linear_few_kernel, grid, stream, job);
   return true;
 }

@@ -140,7 +140,11 @@ template <class Tile>
 void launch_tile(Product p, Stream stream) {
   const Division d = divide<Tile>(p, kMaxRuns);
   const int smem = even_smem(d.blocks, Tile::kBlocks, Tile::kSmem, kSmemEverywhere);
-  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<kSmemEverywhere>(smem), d.cluster, true};
+  const Grid grid{.blocks = d.blocks,
+                  .threads = Tile::kThreads,
+                  .smem = smem_up_to<kSmemEverywhere>(smem),
+                  .cluster = d.cluster,
+                  .early = true};
   const bool vectors = aligned<Bf16>(p.x, p.x_row) && aligned<Bf16>(p.scale, 0);
   dispatch(vectors, [&](auto v) { launch(int4_linear_mma_kernel<Tile, v>, grid, stream, p); });
 }

@@ -164,8 +164,11 @@ template <class Tile>
 bool launch_tile(Product p, Stream stream) {
   const Division d = divide<Tile>(p, kMaxRuns);
   const int smem = even_smem(d.blocks, Tile::kBlocks, Tile::kSmem, kSmemSm90);
-  const Grid grid{d.blocks, Tile::kThreads, smem_up_to<kSmemSm90, kSmemSm90>(smem), d.cluster,
-                  true};
+  const Grid grid{.blocks = d.blocks,
+                  .threads = Tile::kThreads,
+                  .smem = smem_up_to<kSmemSm90, kSmemSm90>(smem),
+                  .cluster = d.cluster,
+                  .early = true};
   const uint64_t tiles = p.I / kInt4Tile, tile_rows = p.O / kInt4Tile;
   const uint64_t row = (p.T > 1 ? p.x_row : p.I) * sizeof(Bf16);
   Int4TensorProduct job{.p = p};

@@ -7,9 +7,9 @@
 
 #include <cstddef>
 
+#include "../early.cuh"
 #include "../mma.cuh"
 #include "barrier.cuh"
-#include "../early.cuh"
 
 namespace kdtree::cuda {
 

@@ -17,10 +17,10 @@
 // is one that its other rows attend to as well, or zero.
 #pragma once
 
+#include "../early.cuh"
 #include "../mma.cuh"
 #include "barrier.cuh"
 #include "device.cuh"
-#include "../early.cuh"
 
 namespace kdtree::cuda {
 

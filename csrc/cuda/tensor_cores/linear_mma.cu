@@ -80,8 +80,11 @@ __global__ void __launch_bounds__(Tile::kThreads)
 template <class Tile>
 void launch_tile(Product p, int cluster, Stream stream) {
   const Division d = divide<Tile>(p, cluster);
-  const Grid grid{
-      {d.blocks, static_cast<unsigned>(p.G)}, Tile::kThreads, smem_up_to<Tile::kSmem>(), d.cluster, true};
+  const Grid grid{.blocks = dim3(d.blocks, p.G),
+                  .threads = Tile::kThreads,
+                  .smem = smem_up_to<Tile::kSmem>(),
+                  .cluster = d.cluster,
+                  .early = true};
   dispatch(in_vectors(p), [&](auto v) { launch(linear_mma_kernel<Tile, v>, grid, stream, p); });
 }
 

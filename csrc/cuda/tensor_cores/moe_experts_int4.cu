@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kSumThreads)
 void moe_weighted_sum(const MoeExpertsParams& p, Stream stream) {
   const int64_t threads = int64_t{p.T} * p.D / 2;
   const auto blocks = static_cast<unsigned>((threads - 1) / kSumThreads + 1);
-  launch(weighted_sum_kernel, {blocks, kSumThreads, {}, 1, true}, stream, p);
+  launch(weighted_sum_kernel, {.blocks = blocks, .threads = kSumThreads, .early = true}, stream, p);
 }
 
 void moe_experts_int4(const MoeExpertsParams& p, Stream stream) {

@@ -248,8 +248,10 @@ void moe_make_plan(const MoeExpertsParams& p, Stream stream, int rows) {
 void moe_products_many(const MoeExpertsParams& p, Stream stream) {
   const auto blocks = static_cast<unsigned>(moe_processors());
   moe_make_plan(p, stream, kBlockRows);
-  launch(many_kernel<true>, {blocks, kThreads, smem_up_to<sizeof(Smem)>()}, stream, p);
-  launch(many_kernel<false>, {blocks, kThreads, smem_up_to<sizeof(Smem)>(), 1, true}, stream, p);
+  Grid grid{.blocks = blocks, .threads = kThreads, .smem = smem_up_to<sizeof(Smem)>()};
+  launch(many_kernel<true>, grid, stream, p);
+  grid.early = true;
+  launch(many_kernel<false>, grid, stream, p);
 }
 
 }  // namespace kdtree::cuda

@@ -281,8 +281,11 @@ bool moe_products_sm90(const MoeExpertsParams& p, Stream stream) {
   launch(sm90_kernel<true>, {blocks, kThreads, smem_up_to<sizeof(Job<true>::Smem), kSmemSm90>()},
          stream, hidden);
   launch(sm90_kernel<false>,
-         {blocks, kThreads, smem_up_to<sizeof(Job<false>::Smem), kSmemSm90>(), 1, true}, stream,
-         down);
+         {.blocks = blocks,
+          .threads = kThreads,
+          .smem = smem_up_to<sizeof(Job<false>::Smem), kSmemSm90>(),
+          .early = true},
+         stream, down);
   return true;
 }
 

@@ -90,8 +90,10 @@ template <int kWarps, int S, int K, int N, bool kShared>
 void launch_down(const MoeExpertsParams& p, Stream stream, int64_t most) {
   using Smem = CommonSmem<kWarps, kWarps, S, K, N>;
   const int64_t items = int64_t{p.T} * p.K * ceil_div(p.D / kInt4Tile, S);
-  const Grid grid{static_cast<unsigned>(items < most ? items : most), kWarps * kWarp,
-                  smem_up_to<sizeof(Smem), kLimit<Smem>>(), 1, true};
+  const Grid grid{.blocks = static_cast<unsigned>(items < most ? items : most),
+                  .threads = kWarps * kWarp,
+                  .smem = smem_up_to<sizeof(Smem), kLimit<Smem>>(),
+                  .early = true};
   launch(down_kernel<kWarps, S, K, N, kShared>, grid, stream, p);
 }
 

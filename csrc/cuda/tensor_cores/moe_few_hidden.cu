@@ -196,8 +196,11 @@ void launch_hidden(const MoeExpertsParams& p, Stream stream, bool pairs, int64_t
   using Smem = typename Share<kWarps, R, C, S, K, N>::Smem;
   const int64_t most = C > 1 ? items : moe_processors() * int64_t{2 * kFewWarps / kWarps};
   const unsigned clusters = items < most ? items : most;
-  const Grid grid{clusters * C, kWarps * kWarp, smem_up_to<sizeof(Smem), kLimit<Smem>>(), C,
-                  true};
+  const Grid grid{.blocks = clusters * C,
+                  .threads = kWarps * kWarp,
+                  .smem = smem_up_to<sizeof(Smem), kLimit<Smem>>(),
+                  .cluster = C,
+                  .early = true};
   dispatch(pairs, [&](auto pairs) {
     if constexpr (pairs || kWarps == kFewWarps)
       launch(hidden_kernel<kWarps, R, C, S, K, N, pairs.value>, grid, stream, p);

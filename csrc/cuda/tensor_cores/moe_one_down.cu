@@ -204,8 +204,11 @@ template <int kTileRows>
 void launch_down(const MoeExpertsParams& p, Stream stream) {
   const int works = ceil_div(p.D / kInt4Tile, kTileRows);
   const unsigned blocks = std::min(works, moe_processors());
-  launch(down_kernel<kTileRows>, {blocks, kWarps * kWarp, smem_up_to<sizeof(Smem)>(), 1, true},
-         stream, p);
+  const Grid grid{.blocks = blocks,
+                  .threads = kWarps * kWarp,
+                  .smem = smem_up_to<sizeof(Smem)>(),
+                  .early = true};
+  launch(down_kernel<kTileRows>, grid, stream, p);
 }
 
 }  // namespace

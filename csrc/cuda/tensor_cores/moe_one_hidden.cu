@@ -246,8 +246,11 @@ void moe_hidden_one(const MoeExpertsParams& p, Stream stream) {
                              cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared));  // the next kernel's is beside it
   launch(hidden_kernel,
-         {clusters * kCluster, kThreads, smem_up_to<sizeof(Smem), kSmemSm90>(), kCluster,
-          true},
+         {.blocks = clusters * kCluster,
+          .threads = kThreads,
+          .smem = smem_up_to<sizeof(Smem), kSmemSm90>(),
+          .cluster = kCluster,
+          .early = true},
          stream, p);
 }
 
