@@ -53,7 +53,8 @@ def test_demo_shows_both_texts_the_tree_and_the_gain(engine, capsys):
 
 
 def test_demo_passes_its_options_on(engine, capsys):
-    flags = "--temperature 0.5 --seed 3 --budget 9 --tree chain --device cpu --model x --remeasure --json"
+    flags = "--temperature 0.5 --seed 3 --budget 9 --tree chain --device cpu --model x --json"
+    flags += " --remeasure"
     code, *_ = run(capsys, "demo", *flags.split())
     first, second = engine.made
     assert code == 0 and (first.drafter, second.drafter) == ("none", "ngram")
