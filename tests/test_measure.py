@@ -1,6 +1,7 @@
 """The costs that the automatic budget measures at start."""
 
 import time
+from math import inf
 
 import pytest
 from simulated import Drafting, Skill
@@ -40,10 +41,17 @@ def test_costs_are_kept_where_alike_rounds_take_alike(device, monkeypatch):
     assert not measure(engine.model, engine.cache, engine.state, engine.drafter, False)[1]
 
 
-def test_costs_are_not_kept_where_few_times_were_taken(device, monkeypatch):
+def test_costs_are_kept_where_enough_times_were_taken(device, monkeypatch):
     engine = engine_of("base", device, "float32", "ngram", budget=7)
+    monkeypatch.setattr(measuring, "CALM", inf)
+    monkeypatch.setattr(measuring._Rounds, "in_turns", lambda *_: ([1.0] * 3, [1e6] * 3))
+
+    def kept() -> bool:
+        return measure(engine.model, engine.cache, engine.state, engine.drafter, False)[1]
+
+    assert kept()
     monkeypatch.setattr(measuring, "TREE_SECONDS", 0.0)  # one of each size
-    assert not measure(engine.model, engine.cache, engine.state, engine.drafter, False)[1]
+    assert not kept()
 
 
 def test_measures_its_costs(device):
