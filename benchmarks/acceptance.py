@@ -5,8 +5,9 @@
 
 prompts.json holds 200 prompts a category. A row of kind "acceptance" is one drafter's figures over
 a category, its tokens compared with plain decoding's; of kind "parts" the same, with a part of its
-scores taken away; of kind "speed" of one sequence at a time; of kind "auto" the automatic budget's
-by tables of costs, see acceptance_auto.py; of kinds "experts" and "int4", see acceptance_model.py.
+scores taken away; of kind "speed" of one sequence at a time; of kind "paired" the same in rounds of
+plain decoding, see acceptance_paired.py; of kind "auto" the automatic budget's by tables of costs,
+see acceptance_auto.py; of kinds "experts" and "int4", see acceptance_model.py.
 Standard errors are over prompts (bootstrap).
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import acceptance_auto
 import acceptance_model
+import acceptance_paired
 import acceptance_report
 import harness
 import numpy as np
@@ -33,7 +35,8 @@ FEWER = 24  # prompts a category for a drafter with a part taken away
 WARM_UP = 16
 COLUMNS = (
     *("category", "temperature", "drafter", "tree", "budget", "tokens", "acceptance_length"),
-    *("error", "distinct_4", "looping", "tokens_per_s", "speedup"),
+    *("error", "distinct_4", "looping", "tokens_per_s", "speedup", "over_better"),
+    "over_better_error",
     *("N", "distinct", "uniform", "margin", "positions", "flips", "bfloat16", "int4"),
 )
 
@@ -124,6 +127,28 @@ def speed(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
                 if run is AUTO:
                     row["costs"] = acceptance_auto.measured(engines[run].drafter.costs)
                 yield row | times(measured, plain)
+
+
+def paired(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
+    """The same on a CPU, round by round beside plain decoding's."""
+    if arguments.device.type != "cpu":
+        return
+    engines = {run: run.engine(arguments, 1) for run in (CHAIN, TREES[0], AUTO)}
+    plain = PLAIN.engine(arguments, 1)
+    for category, texts in prompts.items():
+        texts = texts[: arguments.timed]
+        for t in arguments.temperature:
+            for engine in engines.values():
+                engine.generate(texts[0], replace(params(1, t)[0], max_tokens=WARM_UP))
+            clock = acceptance_paired.clock(plain, texts, params(1, t)[0])
+            taken = [
+                acceptance_paired.taken(engines, clock, text, each)
+                for text, each in zip(texts, params(len(texts), t), strict=True)
+            ]
+            chain = [of[CHAIN] for of in taken]
+            for run in engines:
+                row = acceptance_paired.figures([of[run] for of in taken], chain)
+                yield {"kind": "paired"} | facts(run, category, t) | row
 
 
 def auto(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
@@ -217,6 +242,7 @@ KINDS: dict[str, Callable[..., Iterator[dict]]] = {
     "acceptance": acceptance,
     "parts": parts,
     "speed": speed,
+    "paired": paired,
     "auto": auto,
     "model": acceptance_model.rows,
 }

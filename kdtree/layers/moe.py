@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from kdtree import ops
 from kdtree.config import MoeConfig
+from kdtree.layers.beside import beside
 from kdtree.layers.linear import Linear, frozen, stored_linear
 from kdtree.weights import Weights
 
@@ -100,6 +101,9 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """x: [T, D]; position: [T], negative at padding; returns [T, D]."""
-        ids, weights = self.gate(x, position)
-        shared = self.shared_experts(x, position) if self.shared_experts else None
+        if self.shared_experts is None:
+            return self.experts(x, *self.gate(x, position), None)
+        (ids, weights), shared = beside(
+            lambda: self.gate(x, position), lambda: self.shared_experts(x), x.device
+        )
         return self.experts(x, ids, weights, shared)

@@ -3,12 +3,12 @@
 // then arrives at an mbarrier tells. racecheck follows an mbarrier from the arriving thread alone.
 //
 //   nvcc -std=c++20 -lineinfo -gencode=arch=compute_90a,code=sm_90a handshakes.cu -o handshakes
-//   for i in 0 1 2 3 4; do compute-sanitizer --tool racecheck ./handshakes $i; done
+//   for i in 0 1 2 3 4 5; do compute-sanitizer --tool racecheck ./handshakes $i; done
 //
 // 0: a stage that one warp reads and the copy engine fills anew, lane 0 arriving for its warp: hazards.
 // 1: the same with every lane arriving: none. 2: a group that meets at a named barrier, then one thread
 // arrives: hazards. 3: what latent_spread.cuh does, round after round: hazards. 4: that with every lane
-// arriving: none.
+// arriving: none. 5: that in a cluster of two blocks, every lane arriving in both: @FIVE.
 #include <cstdio>
 
 #include "../../csrc/cuda/tensor_cores/barrier.cuh"
@@ -67,20 +67,20 @@ __global__ void tell(int* out) {
   }
 }
 
-template <bool kAll>
-__global__ void rounds(int* out) {
+template <bool kAll, int kBlocks>
+__global__ void __cluster_dims__(kBlocks) rounds(int* out) {
   __shared__ int told[kGroup / 4];
   __shared__ uint64_t barrier;
   const uint32_t done = shared_address(&barrier);
   if (threadIdx.x == 0) {
-    Barrier::init(done, kAll ? kGroup : kGroup / kWarp);
+    Barrier::init(done, kBlocks * (kAll ? kGroup : kGroup / kWarp));
     Barrier::fence_init();
   }
-  __syncthreads();
+  cluster_sync();
   int sum = 0;
   for (int i = 0; i < kRounds; ++i) {
     if (threadIdx.x < kGroup) {
-      if (i > 0) Barrier::wait(done, (i - 1) % 2);
+      if (i > 0) Barrier::wait_for_cluster(done, (i - 1) % 2);
       if (threadIdx.x % 4 == 0) told[threadIdx.x / 4] = threadIdx.x + i;
       __syncwarp();
       asm volatile("bar.arrive 3, %0;" ::"n"(2 * kGroup) : "memory");
@@ -89,10 +89,16 @@ __global__ void rounds(int* out) {
       asm volatile("bar.sync 3, %0;" ::"n"(2 * kGroup) : "memory");
       sum += told[(threadIdx.x - kGroup) / 4];
       __syncwarp();
-      if (kAll || threadIdx.x % kWarp == 0) Barrier::arrive(done);
+      if (kAll || threadIdx.x % kWarp == 0)
+        for (int block = 0; block < kBlocks; ++block)
+          if (kBlocks == 1)
+            Barrier::arrive(done);
+          else
+            Barrier::arrive_in(block, done);
     }
   }
-  out[threadIdx.x] = sum;
+  cluster_sync();
+  out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
 int main(int, char** arguments) {
@@ -110,13 +116,16 @@ int main(int, char** arguments) {
       tell<<<1, 2 * kGroup>>>(out);
       break;
     case '3':
-      rounds<false><<<1, 2 * kGroup>>>(out);
+      rounds<false, 1><<<1, 2 * kGroup>>>(out);
       break;
     case '4':
-      rounds<true><<<1, 2 * kGroup>>>(out);
+      rounds<true, 1><<<1, 2 * kGroup>>>(out);
+      break;
+    case '5':
+      rounds<true, 2><<<2, 2 * kGroup>>>(out);
       break;
     default:
-      return std::puts("which handshake? 0 to 4"), 1;
+      return std::puts("which handshake? 0 to 5"), 1;
   }
   check(cudaDeviceSynchronize());
 }
