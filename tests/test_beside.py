@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_engine import engine_of
 
+from kdtree import SamplingParams
 from kdtree.layers.beside import beside
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
@@ -48,7 +49,7 @@ def test_a_graph_has_two_branches():
 @needs_cuda
 def test_the_router_runs_beside_the_shared_expert(monkeypatch):
     """In the rounds that are captured, in each of their layers that has experts."""
-    engine, streams = engine_of("base", "cuda"), {}
+    engine, streams = engine_of("base", "cuda", "bfloat16"), {}
     moe = engine.model.layers[-1].mlp
     for name in ("gate", "shared_experts"):
         part, forward = getattr(moe, name), getattr(moe, name).forward
@@ -59,5 +60,5 @@ def test_the_router_runs_beside_the_shared_expert(monkeypatch):
             return forward(*inputs)
 
         monkeypatch.setattr(part, "forward", watched)
-    engine.generate([1, 2, 3], max_tokens=4)
+    engine.generate([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
     assert len(streams) == 2 and streams["gate"] != streams["shared_experts"]

@@ -8,7 +8,7 @@
 // 0: a stage that one warp reads and the copy engine fills anew, lane 0 arriving for its warp: hazards.
 // 1: the same with every lane arriving: none. 2: a group that meets at a named barrier, then one thread
 // arrives: hazards. 3: what latent_spread.cuh does, round after round: hazards. 4: that with every lane
-// arriving: none. 5: that in a cluster of two blocks, every lane arriving in both: @FIVE.
+// arriving: none. 5: that in a cluster of two blocks, every lane arriving in both: none.
 #include <cstdio>
 
 #include "../../csrc/cuda/tensor_cores/barrier.cuh"

@@ -55,6 +55,7 @@ struct Reader {
   uint32_t held[kHeldSteps + 1][4];
 
   __device__ void leave(Place& place) {  // once its latents have been added
+    __syncwarp();  // all lanes have heard what the other warpgroup told of it
     if (thread_now() % kWarp == 0) Barrier::arrive(place.empty());
     place.parity ^= 1;
   }

@@ -119,6 +119,7 @@ struct Reader {
   }
 
   __device__ void give_back() {
+    __syncwarp();  // all lanes have read it
     if (lane == 0) Barrier::arrive(ring.empty());
     ring.next();
   }
