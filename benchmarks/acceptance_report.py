@@ -40,6 +40,7 @@ def write(docs: Path, results: Path) -> None:
         "edges": lines(edges(json.loads(LOG.read_text())["judged"])),
         "without": lines(without(kind(rows, "parts"))),
         "speed": lines(line for each in found.values() for line in speed(each)),
+        "paired": lines(paired(kind(rows, "paired"))),
         "experts": lines(experts(kind(rows, "experts"))),
         "int4": lines(int4(rows)),
         "projection": lines(projection(rows)),
@@ -189,6 +190,20 @@ def speed(found: dict) -> Iterator[str]:
     heads = ["", "", "tokens a round", "tokens/s", "speed-up", "ms a round", "of which"]
     yield from table(heads, body)
     yield ""
+
+
+def paired(rows: Rows) -> Iterator[str]:
+    """Gains over plain decoding round by round, and the automatic budget's over the better."""
+    by = {(category, t): [] for category, t in categories(rows)}
+    for row in rows:
+        gain = f"{row['speedup']:.2f} ± {row['error']:.2f} ({row['acceptance_length']:.2f})"
+        by[row["category"], row["temperature"]].append(gain)
+        if row["budget"] == "auto":
+            over = f"{row['over_better']:.2f} ± {row['over_better_error']:.2f}"
+            by[row["category"], row["temperature"]].append(over)
+    heads = list(dict.fromkeys(map(label, rows)))
+    body = ([f"{category}, T={t:g}", *cells] for (category, t), cells in by.items())
+    yield from table(["", *heads, "auto over the better"], body)
 
 
 def experts(rows: Rows) -> Iterator[str]:

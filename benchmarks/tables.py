@@ -137,8 +137,12 @@ def forward_table(rows: dict[str, list[dict]]) -> str:
     nodes = sorted({N for side in found.values() for N in side})
     lines = [["ms a forward of N nodes", *map(str, nodes)]]
     for side, ms in found.items():
-        lines.append([side, *(f"{ms[N]:.1f}" if N in ms else MISSING for N in nodes)])
+        lines.append([side, *(_ms(ms[N]) if N in ms else MISSING for N in nodes)])
     return _table(lines)
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 1 else f"{ms:.2f}"
 
 
 def ops_table(rows: list[dict]) -> str:

@@ -11,7 +11,9 @@ from kdtree.outputs import Completion, Metrics, Result
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import acceptance  # noqa: E402
+import acceptance_paired  # noqa: E402
 import acceptance_report  # noqa: E402
+from acceptance_paired import Taken  # noqa: E402
 
 
 def result(ids, rounds, offered=(), accepted=()):
@@ -41,6 +43,51 @@ def test_other_tokens_than_plain_decoding_are_no_figures():
 def test_times_are_over_plain_decoding():
     got = acceptance.times([result([1] * 8, 2)], [result([1] * 8, 8)] * 2)
     assert got["tokens_per_s"] == 16 and got["speedup"] == 2 and got["ms_per_round"] == 250
+
+
+class Slowing:
+    """A machine that takes a tenth longer for everything from one round to the next."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.slow = 0.0, 1.0
+        monkeypatch.setattr(acceptance_paired.time, "perf_counter", lambda: self.now)
+
+    def engine(self, seconds, rounds, tokens):
+        def stream(text, params):
+            for _ in range(rounds + 1):
+                self.now += seconds * self.slow
+                self.slow *= 1.1
+                yield SimpleNamespace(token_ids=[0] * tokens)
+
+        return SimpleNamespace(stream=stream)
+
+
+def test_paired_costs_do_not_follow_the_machine(monkeypatch):
+    machine = Slowing(monkeypatch)
+    plain = acceptance_paired.clock(machine.engine(1.0, 50, 1), ["", ""], None)
+    engines = {"slow": machine.engine(3.0, 4, 2), "fast": machine.engine(2.0, 9, 1)}
+    found = acceptance_paired.taken(engines, plain, "", None)
+    assert {name: (each.tokens, each.rounds) for name, each in found.items()} == {
+        "slow": (8, 4),
+        "fast": (9, 9),
+    }
+    assert found["slow"].plain == pytest.approx(12, rel=0.01)
+    assert found["fast"].plain == pytest.approx(18, rel=0.01)
+
+
+def test_paired_gains_are_over_the_better_of_plain_and_chain():
+    auto = [Taken(10, 2, 5.0), Taken(30, 8, 15.0)]
+    chain = [Taken(10, 2, 8.0), Taken(30, 8, 24.0)]
+    got = acceptance_paired.figures(auto, chain)
+    assert got["acceptance_length"] == 4 and got["tokens"] == 40
+    assert got["speedup"] == pytest.approx(2) and got["over_better"] == pytest.approx(1.6)
+    assert got["error"] == pytest.approx(0) and got["over_better_error"] == pytest.approx(0)
+    slower = acceptance_paired.figures(auto, [Taken(10, 2, 20.0), Taken(30, 8, 60.0)])
+    assert slower["over_better"] == pytest.approx(2)  # plain decoding is the better
+    runs = {acceptance.CHAIN: slower, acceptance.AUTO: got}
+    rows = [acceptance.facts(run, "code", 1.0) | each for run, each in runs.items()]
+    *_, line = acceptance_report.paired(rows)
+    assert line == "| code, T=1 | 2.00 ± 0.00 (4.00) | 2.00 ± 0.00 (4.00) | 1.60 ± 0.00 |"
 
 
 @pytest.mark.parametrize("name", ["code", "prose", "other"])
