@@ -5,6 +5,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import test_engine
 import torch
 from test_engine import engine_of
 
@@ -155,7 +156,10 @@ def test_an_engine_takes_what_one_like_it_measured(device, home, monkeypatch):
 
     monkeypatch.setattr(measuring, "measure", measure)
 
-    def made(name="base", dtype="float32", drafter="ngram", batch=1, **options) -> float:
+    def made(
+        name="base", dtype="float32", drafter="ngram", batch=1, positions=200, **options
+    ) -> float:
+        monkeypatch.setattr(test_engine, "MAX_SEQ_LEN", positions)
         engine = engine_of(name, device, dtype, drafter, batch, budget="auto", **options)
         return engine.drafter.costs.rounds[1]
 
@@ -166,6 +170,7 @@ def test_an_engine_takes_what_one_like_it_measured(device, home, monkeypatch):
         {"name": "dims"},
         {"name": "int4"},
         {"dtype": "bfloat16"},
+        {"positions": 192},
         {"kv_cache_dtype": "fp8"},
         {"drafter": NgramConfig(matches=3)},
         {"drafter": NgramConfig(budget=8)},
