@@ -133,7 +133,7 @@ def paired(arguments, prompts: dict[str, list[str]]) -> Iterator[dict]:
     """The same on a CPU, round by round beside plain decoding's."""
     if arguments.device.type != "cpu":
         return
-    engines = {run: run.engine(arguments, 1) for run in (CHAIN, TREES[0], AUTO)}
+    engines = {run: run.engine(arguments, 1) for run in (PLAIN, CHAIN, TREES[0], AUTO)}
     plain = PLAIN.engine(arguments, 1)
     for category, texts in prompts.items():
         texts = texts[: arguments.timed]

@@ -1,9 +1,9 @@
 """What rounds cost in rounds of plain decoding, on a machine whose speed changes all the time.
 
 Engines take a round in turns, and beside each one goes a round of plain decoding by another engine:
-its time is that over the mean of the plain rounds before and after. So what slows the machine for
-some milliseconds slows both. For a CPU, where a chunk of a stream is a round; the first round of a
-text is left out, which has the prompt in it.
+a text's rounds take together so many times what the plain ones right before and after them take.
+So what slows the machine for some milliseconds slows both. For a CPU, where a chunk of a stream is
+a round; the first round of a text is left out, which has the prompt in it.
 """
 
 import itertools
@@ -22,11 +22,17 @@ DRAWS = 2000  # of the bootstrap over texts
 
 @dataclass(slots=True)
 class Taken:
-    """Of one text: tokens, rounds, and as many plain rounds as these took the time of."""
+    """Of one text. seconds: of its rounds; beside: of as many plain ones"""
 
     tokens: int = 0
     rounds: int = 0
-    plain: float = 0.0
+    seconds: float = 0.0
+    beside: float = 0.0
+
+    @property
+    def plain(self) -> float:
+        """As many plain rounds take as long."""
+        return self.rounds * self.seconds / self.beside
 
 
 def clock(engine: Engine, texts: list[str], params: SamplingParams) -> Iterator[float]:
@@ -41,11 +47,10 @@ def clock(engine: Engine, texts: list[str], params: SamplingParams) -> Iterator[
 def taken(
     engines: dict[K, Engine], plain: Iterator[float], text: str, params: SamplingParams
 ) -> dict[K, Taken]:
-    """What each engine takes for a text. plain: the clock"""
+    """What each engine takes for a text, of which all make the same. plain: the clock"""
     streams = {name: engine.stream(text, params) for name, engine in engines.items()}
     found = {name: Taken() for name in engines}
-    for stream in streams.values():
-        next(stream)
+    texts = {name: list(next(stream).token_ids) for name, stream in streams.items()}
     before = next(plain)
     while streams:
         for name, stream in list(streams.items()):
@@ -54,10 +59,14 @@ def taken(
             if chunk is None:
                 del streams[name]
             else:
+                texts[name] += chunk.token_ids
                 found[name].tokens += len(chunk.token_ids)
                 found[name].rounds += 1
-                found[name].plain += 2 * seconds / (before + after)
+                found[name].seconds += seconds
+                found[name].beside += (before + after) / 2
             before = after
+    first, *others = texts.values()
+    assert all(other == first for other in others), "the engines' tokens differ"
     return found
 
 

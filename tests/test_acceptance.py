@@ -46,48 +46,69 @@ def test_times_are_over_plain_decoding():
 
 
 class Slowing:
-    """A machine that takes a tenth longer for everything from one round to the next."""
+    """A machine that takes a tenth longer for everything from one round to the next, and for the
+    first round of a text, with the prompt, a hundred times as long."""
 
     def __init__(self, monkeypatch):
         self.now, self.slow = 0.0, 1.0
         monkeypatch.setattr(acceptance_paired.time, "perf_counter", lambda: self.now)
 
-    def engine(self, seconds, rounds, tokens):
+    def engine(self, seconds, each):
+        """each: tokens of its rounds after the first"""
+
         def stream(text, params):
-            for _ in range(rounds + 1):
-                self.now += seconds * self.slow
+            for n, tokens in enumerate(each, -1):
+                self.now += seconds * self.slow * (100 if n < 0 else 1)
                 self.slow *= 1.1
-                yield SimpleNamespace(token_ids=[0] * tokens)
+                yield SimpleNamespace(token_ids=list(range(tokens)))
 
         return SimpleNamespace(stream=stream)
 
 
 def test_paired_costs_do_not_follow_the_machine(monkeypatch):
     machine = Slowing(monkeypatch)
-    plain = acceptance_paired.clock(machine.engine(1.0, 50, 1), ["", ""], None)
-    engines = {"slow": machine.engine(3.0, 4, 2), "fast": machine.engine(2.0, 9, 1)}
+    plain = acceptance_paired.clock(machine.engine(1.0, [1, 1, 1, 1]), ["a", "b"], None)
+    engines = {"slow": machine.engine(3.0, [1] * 9), "fast": machine.engine(2.0, [1] * 9)}
     found = acceptance_paired.taken(engines, plain, "", None)
-    assert {name: (each.tokens, each.rounds) for name, each in found.items()} == {
-        "slow": (8, 4),
-        "fast": (9, 9),
-    }
-    assert found["slow"].plain == pytest.approx(12, rel=0.01)
-    assert found["fast"].plain == pytest.approx(18, rel=0.01)
+    assert all((each.tokens, each.rounds) == (8, 8) for each in found.values())
+    assert found["slow"].plain == pytest.approx(24, rel=0.04)
+    assert found["fast"].plain == pytest.approx(16, rel=0.04)
+
+
+def test_paired_engines_that_differ_are_no_figures(monkeypatch):
+    machine = Slowing(monkeypatch)
+    plain = acceptance_paired.clock(machine.engine(1.0, [1] * 9), [""], None)
+    engines = {"one": machine.engine(1.0, [1, 1, 2]), "other": machine.engine(1.0, [1, 1, 1])}
+    with pytest.raises(AssertionError, match="tokens differ"):
+        acceptance_paired.taken(engines, plain, "", None)
 
 
 def test_paired_gains_are_over_the_better_of_plain_and_chain():
-    auto = [Taken(10, 2, 5.0), Taken(30, 8, 15.0)]
-    chain = [Taken(10, 2, 8.0), Taken(30, 8, 24.0)]
+    auto = [Taken(10, 2, 5.0, 2), Taken(30, 8, 15.0, 8)]
+    chain = [Taken(10, 2, 8.0, 2), Taken(30, 8, 24.0, 8)]
     got = acceptance_paired.figures(auto, chain)
     assert got["acceptance_length"] == 4 and got["tokens"] == 40
     assert got["speedup"] == pytest.approx(2) and got["over_better"] == pytest.approx(1.6)
     assert got["error"] == pytest.approx(0) and got["over_better_error"] == pytest.approx(0)
-    slower = acceptance_paired.figures(auto, [Taken(10, 2, 20.0), Taken(30, 8, 60.0)])
+    slower = acceptance_paired.figures(auto, [Taken(10, 2, 20.0, 2), Taken(30, 8, 60.0, 8)])
     assert slower["over_better"] == pytest.approx(2)  # plain decoding is the better
     runs = {acceptance.CHAIN: slower, acceptance.AUTO: got}
     rows = [acceptance.facts(run, "code", 1.0) | each for run, each in runs.items()]
     *_, line = acceptance_report.paired(rows)
     assert line == "| code, T=1 | 2.00 ± 0.00 (4.00) | 2.00 ± 0.00 (4.00) | 1.60 ± 0.00 |"
+
+
+def test_paired_errors_are_over_texts():
+    """Of each text both, where both go up and down with it."""
+    auto = [Taken(10, 2, 5.0, 2), Taken(10, 2, 2.5, 2)]
+    chain = [Taken(10, 2, 2 * each.plain / 1.5, 2) for each in auto]
+    got = acceptance_paired.figures(auto, chain)
+    means = [10 / 5, 20 / 7.5, 20 / 7.5, 10 / 2.5]  # of the four ways to draw two
+    spread = (sum((m - sum(means) / 4) ** 2 for m in means) / 4) ** 0.5
+    assert got["error"] == pytest.approx(spread, rel=0.05)
+    assert got["over_better_error"] == pytest.approx(0) and got["over_better"] == pytest.approx(
+        4 / 3
+    )
 
 
 @pytest.mark.parametrize("name", ["code", "prose", "other"])
